@@ -95,7 +95,9 @@ def run(attack: Attack, port: int) -> None:
     for _ in range(attack.connections):
         client = connect()
         selector.register(client.socket, events, client)
-    begin, sent, announced = time.monotonic(), 0, False
+    begin = time.monotonic()
+    sent = 0
+    announced = False
     while True:
         for key, _ in selector.select(1):
             client = key.data

@@ -41,7 +41,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 def path() -> str | None:
     """Return where Chromium is, or None."""
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Page:
@@ -71,7 +71,9 @@ class Page:
         )
         for end in (read_end, write_end):
             os.close(end)
-        self._count, self._buffer, self._session = 0, b"", ""
+        self._count = 0
+        self._buffer = b""
+        self._session = ""
         self.problems: list[str] = []
         self.requests: list[str] = []
         """What was asked for, in order."""
@@ -85,7 +87,7 @@ class Page:
     def __enter__(self) -> Page:
         return self
 
-    def __exit__(self, *rest: object) -> None:
+    def __exit__(self, *args: object) -> None:
         os.close(self._write)
         os.close(self._read)
         self.process.terminate()

@@ -85,14 +85,15 @@ class Running:
             self.process.communicate(timeout=20)
             raise AssertionError(self._logged())
         self.host, port = line.split(" at http://")[1].split()[0].rsplit(":", 1)
-        self.port, self.errors = int(port), ""
+        self.port = int(port)
+        self.errors = ""
         if wait:
             wait_until(lambda: self.get("/ping").status == 200)
 
     def __enter__(self) -> Running:
         return self
 
-    def __exit__(self, *rest: object) -> None:
+    def __exit__(self, *args: object) -> None:
         self.stop()
 
     @property
@@ -137,8 +138,8 @@ class Running:
                 {key.replace("_", "-"): value for key, value in headers.items()},
             )
             response = connection.getresponse()
-            found = {key.lower(): value for key, value in response.getheaders()}
-            return Reply(response.status, found, response.read())
+            received = {key.lower(): value for key, value in response.getheaders()}
+            return Reply(response.status, received, response.read())
         finally:
             connection.close()
 
@@ -162,10 +163,10 @@ class Running:
             (self.host, self.port), timeout=seconds
         ) as connection:
             connection.sendall(data)
-            found = b""
+            received = b""
             while block := connection.recv(65536):
-                found += block
-            return found
+                received += block
+            return received
 
     def memory_mb(self, key: str = "VmRSS") -> float:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()

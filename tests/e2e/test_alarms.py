@@ -88,19 +88,19 @@ def large(exported, tmp_path_factory) -> Path:
     """
 
     def change(manifest: dict) -> None:
-        found = manifest["validation"]["model.onnx"]
+        recorded = manifest["validation"]["model.onnx"]
         text = re.sub(
             r"(\d+):(\d+)",
             lambda pair: f"{pair[1]}:{20 * int(pair[2])}",
-            json.dumps(found),
+            json.dumps(recorded),
         )
-        more = {
+        changes = {
             "images": 20 * 13,
-            "confidence": 20 * found["confidence"],
+            "confidence": 20 * recorded["confidence"],
             "calibrated": True,
         }
-        more |= {"right": 20 * found["right"]}
-        manifest["validation"]["model.onnx"] = {**json.loads(text), **more}
+        changes |= {"right": 20 * recorded["right"]}
+        manifest["validation"]["model.onnx"] = {**json.loads(text), **changes}
 
     return changed(exported, tmp_path_factory.mktemp("large") / "export", change)
 
@@ -109,10 +109,10 @@ def test_the_manifest_counts_the_validation_predictions(exported):
     manifest = json.loads((exported / MANIFEST).read_text())
     labels = json.loads((exported / "config.json").read_text())["label_names"]
     for file in ("model.onnx", "model.int8.onnx"):
-        found = manifest["validation"][file]
-        assert found["images"] == manifest["parity"][file]["images"] == 13
+        recorded = manifest["validation"][file]
+        assert recorded["images"] == manifest["parity"][file]["images"] == 13
         for number in ("confidence", "brightness", "detail"):
-            counts = found["numbers"][number]["counts"]
+            counts = recorded["numbers"][number]["counts"]
             assert set(counts) <= set(labels)
             assert (
                 sum(
@@ -124,7 +124,7 @@ def test_the_manifest_counts_the_validation_predictions(exported):
             )
 
 
-def test_a_stream_that_shifts(large, photos):
+def test_a_stream_that_shifts_raises_an_alarm(large, photos):
     """The validation images again and again are like themselves; then the light goes
     out.
     """
@@ -149,7 +149,7 @@ def test_a_stream_that_shifts(large, photos):
     assert 1 <= shifted['kd_shift_alarms_total{of="appearance"}'] <= 2
     for label in {answer["label"] for answer in answers}:
         assert shifted[f'kd_labels_total{{label="{label}"}}'] == sum(
-            one["label"] == label for one in answers
+            answer["label"] == label for answer in answers
         )
     assert (
         shifted["kd_confidence_count"]
@@ -171,8 +171,8 @@ def test_a_stream_that_shifts(large, photos):
     assert "brightness at most 16 in 100%" in logged[0]
     right = np.mean(
         [
-            one["label"] == label
-            for one, (_, label) in zip(answers, validation(photos), strict=False)
+            answer["label"] == label
+            for answer, (_, label) in zip(answers, validation(photos), strict=False)
         ]
     )
     moved = right + scores[-WINDOW:].mean() - scores[: len(good)].mean()
@@ -227,10 +227,11 @@ def test_rows_of_an_earlier_start_are_counted_too(
     large, photos, command, tmp_path, monkeypatch
 ):
     first = command("predict", large, photos / "val", "--to", tmp_path / "first.csv")
-    target, journal = tmp_path / "second.csv", tmp_path / "second.csv.part"
+    target = tmp_path / "second.csv"
+    journal = tmp_path / "second.csv.part"
     with monkeypatch.context() as patch:
         patch.setattr(
-            Journal, "finish", lambda *rest: sys.exit(1)
+            Journal, "finish", lambda *args: sys.exit(1)
         )  # killed before the last step
         assert command("predict", large, photos / "val", "--to", target).code == 1
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:6]))

@@ -112,11 +112,11 @@ def nothing_started(folder: Path) -> bool:
         ),
     ],
 )
-def test_a_key_that_is_wrong(written, refused, tmp_path, override, message):
+def test_a_wrong_key_is_named(written, refused, tmp_path, override, message):
     overrides = re.split(" (?=data)", override)
-    told = refused("train", written(), *overrides)
-    assert message in told
-    assert refused("train", written(), *overrides, "--check") == told
+    error = refused("train", written(), *overrides)
+    assert message in error
+    assert refused("train", written(), *overrides, "--check") == error
     assert nothing_started(tmp_path)
 
 
@@ -145,7 +145,7 @@ def test_several_errors_are_several_lines(written, command, tmp_path):
         (64, 0, 4, 7, "is 64, but the training split has 7 images"),
     ],
 )
-def test_a_batch_that_does_not_divide_or_is_too_large(
+def test_a_batch_that_does_not_divide_or_is_too_large_is_refused(
     settings, batch_size, micro, ranks, images, words
 ):
     settings["data"] |= {"batch_size": batch_size, "micro_batch": micro}
@@ -155,11 +155,11 @@ def test_a_batch_that_does_not_divide_or_is_too_large(
         re.search(r"Set data\.batch_size=(\d+)", str(caught.value))[1]
     )
     divided = split_batch(config.load(settings).data, ranks, images)  # the remedy works
-    whole = divided.world_size * divided.accumulate * divided.micro_batch
-    assert whole == divided.batch_size == settings["data"]["batch_size"] <= images
+    product = divided.world_size * divided.accumulate * divided.micro_batch
+    assert product == divided.batch_size == settings["data"]["batch_size"] <= images
 
 
-def test_the_batch_divided():
+def test_a_batch_is_divided_into_ranks_and_micros():
     settings = {"kind": "imagefolder", "root": ".", "batch_size": 96, "micro_batch": 8}
     loaded = config.load(
         {"data": settings, "student": {"model": "a"}, "losses": [{"kind": "ce"}]}
@@ -195,7 +195,7 @@ def misspelt(root: Path) -> None:
         (misspelt, "Did you mean 'fig'?"),
     ],
 )
-def test_a_folder_that_cannot_be_learned(
+def test_a_folder_that_cannot_be_learned_is_refused(
     written, refused, copied, tmp_path, change, words
 ):
     change(copied)
@@ -205,7 +205,8 @@ def test_a_folder_that_cannot_be_learned(
 
 def damage(root: Path, split: str = "train") -> list[str]:
     """Spoil two images, in both ways that people meet."""
-    text, cut = root / split / "fig" / "00.jpg", root / split / "pear" / "01.jpg"
+    text = root / split / "fig" / "00.jpg"
+    cut = root / split / "pear" / "01.jpg"
     text.write_text("this is no picture")
     cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
     return [f"{split}/fig/00.jpg", f"{split}/pear/01.jpg"]
@@ -217,10 +218,10 @@ def test_a_corrupt_image_names_itself_and_the_way_out(
 ):
     names = damage(copied, split)
     path = written(data={"workers": workers}, run={"epochs": 1})
-    told = refused("train", path)
-    assert told.startswith("data.root: file '")
-    assert any(name in told for name in names)
-    assert told.endswith("Replace or delete it, or set data.on_corrupt=skip.")
+    error = refused("train", path)
+    assert error.startswith("data.root: file '")
+    assert any(name in error for name in names)
+    assert error.endswith("Replace or delete it, or set data.on_corrupt=skip.")
     for name in names:  # the remedy works, in the same folder
         (copied / name).unlink()
     answer = command("train", path)
@@ -265,7 +266,9 @@ def test_odd_but_whole_images_simply_work(written, command, copied, tmp_path):
 # teachers
 
 
-def test_a_teacher_of_another_class_count(written, refused, copied, tmp_path):
+def test_a_teacher_of_another_class_count_is_refused(
+    written, refused, copied, tmp_path
+):
     for split in ("train", "val"):
         shutil.copytree(copied / split / "fig", copied / split / "quince")
     assert refused("train", written()).startswith(
@@ -282,12 +285,12 @@ def test_a_teacher_at_chance_level_can_be_replaced(
         [100.0, 0.0, 0.0]
     )  # always an apple: 4 of 13 are
     save_file(weights, copied_teacher / "model.safetensors", metadata={"format": "pt"})
-    told = refused("train", written())
+    error = refused("train", written())
     begin = (
         "teacher: has the accuracy 30.8 % on the validation images; chance level is"
         " 33.3 %. More than 50.0 % "
     )
-    assert told.startswith(
+    assert error.startswith(
         f"{begin}(teacher.min_accuracy). Check that its weights were loaded"
     )
     assert nothing_started(tmp_path)
@@ -304,7 +307,7 @@ def test_a_teacher_at_chance_level_can_be_replaced(
     )
 
 
-def test_no_way_to_a_teacher(written, refused):
+def test_teaching_for_no_epoch_is_refused(written, refused):
     assert refused("teach", written()).startswith(
         "teacher.fit.epochs: is 0. At least 1."
     )
@@ -314,17 +317,19 @@ def test_no_way_to_a_teacher(written, refused):
 # run folders
 
 
-def test_a_folder_that_holds_another_run(written, refused, command, tmp_path):
+def test_a_folder_that_holds_another_run_is_refused(
+    written, refused, command, tmp_path
+):
     assert command("train", written(run={"epochs": 1})).code == 0
     before = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()}
-    told = refused(
+    error = refused(
         "train",
         written(run={"epochs": 1}),
         "optimizer.lr=0.5",
         "losses.0.temperature=3",
     )
     assert (
-        told == f"run.name: '{tmp_path}/runs/tiny' holds another run; it differs in"
+        error == f"run.name: '{tmp_path}/runs/tiny' holds another run; it differs in"
         " losses.0.temperature (1.0 -> 3.0), optimizer.lr (0.002 -> 0.5). One"
         " folder, one run. Choose another run.name, or remove the folder."
     )
@@ -344,15 +349,17 @@ def test_a_folder_that_holds_another_run(written, refused, command, tmp_path):
     )
 
 
-def test_a_folder_that_is_no_run(refused, tmp_path):
+def test_a_folder_that_is_no_run_is_refused(refused, tmp_path):
     for name in ("evaluate", "export"):
-        told = refused(name, tmp_path)
-        assert told.startswith(
+        error = refused(name, tmp_path)
+        assert error.startswith(
             f"run: '{tmp_path}' is not a run folder: it has no config.yaml."
         )
 
 
-def test_a_run_that_has_not_got_anywhere(written, refused, copied_teacher, tmp_path):
+def test_a_run_that_has_not_got_anywhere_is_refused(
+    written, refused, copied_teacher, tmp_path
+):
     weights = load_file(copied_teacher / "model.safetensors")
     save_file(
         {key: tensor.zero_() for key, tensor in weights.items()},
@@ -368,7 +375,7 @@ def test_a_run_that_has_not_got_anywhere(written, refused, copied_teacher, tmp_p
 
 
 @pytest.mark.parametrize("text", ["run: [", "- a\n", ""])
-def test_a_stored_config_that_cannot_be_read(
+def test_a_stored_config_that_cannot_be_read_is_refused(
     written, refused, distilled, tmp_path, text
 ):
     run = shutil.copytree(distilled, tmp_path / "runs" / "tiny")
@@ -377,18 +384,20 @@ def test_a_stored_config_that_cannot_be_read(
         assert "config.yaml" in refused(name, argument)
 
 
-def test_a_checkpoint_cut_short_and_its_remedy(written, refused, command, tmp_path):
+def test_a_checkpoint_cut_short_is_named_with_its_remedy(
+    written, refused, command, tmp_path
+):
     assert command("train", written(run={"name": "whole"})).code == 0
     assert command("train", written()).code == 0
     newest = tmp_path / "runs" / "tiny" / "checkpoints" / "step_00000008"
     tensors = newest / "tensors.safetensors"
-    whole = tensors.read_bytes()
-    tensors.write_bytes(whole[:1000])
-    told = refused("train", written())
-    assert told.startswith(
-        f"run.folder: checkpoint '{newest}' is cut short: 1000 of {len(whole)} bytes."
+    content = tensors.read_bytes()
+    tensors.write_bytes(content[:1000])
+    error = refused("train", written())
+    assert error.startswith(
+        f"run.folder: checkpoint '{newest}' is cut short: 1000 of {len(content)} bytes."
     )
-    removed = Path(told.partition("Remove '")[2].partition("'")[0])
+    removed = Path(error.partition("Remove '")[2].partition("'")[0])
     shutil.rmtree(removed)
     assert command("train", written()).code == 0
     again = (
@@ -431,14 +440,14 @@ def test_a_run_that_failed_lets_go_of_its_folder(
 # training
 
 
-def test_a_loss_that_diverges(written, refused, tmp_path):
+def test_a_loss_that_diverges_ends_the_run(written, refused, tmp_path):
     path = written(
         run={"epochs": 4, "every": {"log": 2}},
         optimizer={"lr": 1e30, "warmup_ratio": 0.0, "clip_grad_norm": 0.0},
     )
-    told = refused("train", path)
-    assert "became NaN or infinite in step" in told
-    assert told.startswith(("losses: ", "optimizer: "))
+    error = refused("train", path)
+    assert "became NaN or infinite in step" in error
+    assert error.startswith(("losses: ", "optimizer: "))
     for file in (tmp_path / "runs" / "tiny" / "checkpoints").rglob("*.safetensors"):
         assert all(
             t.isfinite().all()

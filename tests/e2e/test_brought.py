@@ -41,7 +41,7 @@ def data(count: int = 12) -> TensorDataset:
 def distill(
     teacher: nn.Module, student: nn.Module, train=None, **changes
 ) -> kd.Distilled:
-    given = {
+    defaults = {
         "train": train or data(),
         "val": data(),
         "steps": 2,
@@ -49,7 +49,7 @@ def distill(
         "backend": CPU,
         "progress": False,
     }
-    return kd.distill(teacher=teacher, student=student, **{**given, **changes})
+    return kd.distill(teacher=teacher, student=student, **{**defaults, **changes})
 
 
 @pytest.fixture
@@ -95,9 +95,9 @@ def test_distill_accepts(name):
 def test_kd_train_refuses_a_student(name, settings, section, refused, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({**settings, "student": section(name)}))
-    said = refused("train", file)
-    assert re.search(FAULTS[name][1], said), said
-    assert said.startswith("student."), said
+    error = refused("train", file)
+    assert re.search(FAULTS[name][1], error), error
+    assert error.startswith("student."), error
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_kd_train_refuses_a_teacher(name, settings, section, refused, tmp_path):
         yaml.safe_dump({**settings, "teacher": {**section(name), "min_accuracy": 0}})
     )
     for flags in ((), ("--check",)):
-        said = refused("train", file, *flags)
-        assert FAULTS[name][1] in said, said
-        assert said.startswith("teacher.model: "), said
+        error = refused("train", file, *flags)
+        assert FAULTS[name][1] in error, error
+        assert error.startswith("teacher.model: "), error
 
 
 def test_kd_teach_refuses_a_network_to_be_fitted(settings, section, refused, tmp_path):
@@ -136,10 +136,10 @@ def test_a_micro_batch_of_one_under_batch_norm_is_one_line(
             merged(settings, {"data": {"micro_batch": 1}}) | {"student": student}
         )
     )
-    said = refused("train", file, *flags)
-    assert said.startswith("student.model: ")
-    assert "batch norm" in said
-    assert "one value" in said
+    error = refused("train", file, *flags)
+    assert error.startswith("student.model: ")
+    assert "batch norm" in error
+    assert "one value" in error
 
 
 def test_an_export_refuses_what_an_earlier_kd_trained(tmp_path):
@@ -155,17 +155,18 @@ def test_an_export_refuses_what_an_earlier_kd_trained(tmp_path):
 
 
 def test_a_teacher_that_changes_its_input_teaches_as_one_that_does_not():
-    plain, given = Changed(before=lambda image: (image - 0.5) / 0.25), data()
+    plain = Changed(before=lambda image: (image - 0.5) / 0.25)
+    dataset = data()
     inplace = Changed(before=normalized_in_place)
     inplace.load_state_dict(plain.state_dict())
     first = Changed()
     students = [copy.deepcopy(first), copy.deepcopy(first)]
-    before = given.tensors[0].clone()
+    before = dataset.tensors[0].clone()
     results = [
-        distill(t, s, given, val=given)
+        distill(t, s, dataset, val=dataset)
         for t, s in zip((plain, inplace), students, strict=True)
     ]
-    assert torch.equal(given.tensors[0], before)
+    assert torch.equal(dataset.tensors[0], before)
     assert results[0].metrics == results[1].metrics
     for name, tensor in students[0].state_dict().items():
         assert torch.equal(tensor, students[1].state_dict()[name]), name
@@ -177,13 +178,15 @@ def test_a_caller_s_modules_and_generators_are_as_they_were():
     """
     import random
 
-    teacher, student = HONEST["batch norm"]().eval(), HONEST["dropout"]()
+    teacher = HONEST["batch norm"]().eval()
+    student = HONEST["dropout"]()
     before = copy.deepcopy(teacher.state_dict())
     numbers = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         random.seed(seed)
-        torch_state, state = torch.get_rng_state(), random.getstate()
+        torch_state = torch.get_rng_state()
+        state = random.getstate()
         distill(teacher, student)
         assert torch.equal(torch.get_rng_state(), torch_state)
         assert random.getstate() == state
@@ -207,11 +210,13 @@ def test_scores_that_are_not_finite_are_said(capsys):
     student = Changed(before=lambda image: image / image.std((1, 2, 3), keepdim=True))
     result = distill(Changed(), student, val=val, progress=True)
     assert result.metrics["nll"] != result.metrics["nll"]
-    said = capsys.readouterr()
-    assert "validation: " in said.out + said.err
+    output = capsys.readouterr()
+    assert "validation: " in output.out + output.err
     assert (
         "nll"
-        in (said.out + said.err).partition("validation: ")[2].partition("are NaN")[0]
+        in (output.out + output.err)
+        .partition("validation: ")[2]
+        .partition("are NaN")[0]
     )
 
 
@@ -223,7 +228,8 @@ def test_a_student_made_in_inference_mode_is_refused():
 
 
 def test_a_student_that_shares_its_backbone_with_the_teacher_is_refused():
-    teacher, student = Changed(), Changed()
+    teacher = Changed()
+    student = Changed()
     student.plain = teacher.plain
     before = copy.deepcopy(teacher.state_dict())
     with pytest.raises(

@@ -89,12 +89,12 @@ def pictures(tmp_path_factory) -> dict[str, bytes]:
     """JPEG files by name, which the student has never seen."""
     folder = tmp_path_factory.mktemp("pictures")
     paint(folder, (67, 67, 66), seed=7)
-    found = {
+    files = {
         f"{path.parent.name}/{path.name}": path.read_bytes()
         for path in sorted(folder.rglob("*.jpg"))
     }
-    assert len(found) == COUNT
-    return found
+    assert len(files) == COUNT
+    return files
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def plain(answer: Any) -> dict[str, Any]:
     """Return an answer of Python as the JSON of the other doors."""
     row = {key: value for key, value in asdict(answer).items() if value is not None}
     row["top"] = [
-        {key: value for key, value in one.items() if value is not None}
-        for one in row["top"]
+        {key: value for key, value in entry.items() if value is not None}
+        for entry in row["top"]
     ]
     return json.loads(json.dumps(row))
 
@@ -120,7 +120,8 @@ def sample(text: str, name: str) -> float:
 def test_three_doors_give_the_predictions_of_the_two_exports(
     small, large, cascade, pictures, command, tmp_path
 ):
-    alone, teacher = kd.load(small), kd.load(large)
+    alone = kd.load(small)
+    teacher = kd.load(large)
     expected = {}
     for name, data in pictures.items():
         first = alone(data, top=3)
@@ -154,17 +155,17 @@ def test_three_doors_give_the_predictions_of_the_two_exports(
             name: server.post(pictures[name], path="/invocations?top=3").json
             for name in names[:20]
         }
-        assert {name: one["predictions"] for name, one in served.items()} == {
+        assert {name: response["predictions"] for name, response in served.items()} == {
             n: [expected[n]] for n in names[:20]
         }
-        for at in range(20, COUNT, 15):
-            part = names[at : at + 15]
+        for start in range(20, COUNT, 15):
+            batch = names[start : start + 15]
             reply = server.post(
-                images(*map(pictures.get, part)),
+                images(*map(pictures.get, batch)),
                 "application/json",
                 "/invocations?top=3",
             )
-            assert reply.json["predictions"] == [expected[name] for name in part]
+            assert reply.json["predictions"] == [expected[name] for name in batch]
         metrics = server.get("/metrics").body.decode()
         line = (
             server.post(
@@ -190,8 +191,8 @@ def test_three_doors_give_the_predictions_of_the_two_exports(
     assert sample(metrics, "kd_images_total") == COUNT
     assert sample(metrics, "kd_passed_on_total") == models["second"]
     shares = {
-        of: sample(metrics, f'kd_passed_on_share{{of="{of}"}}')
-        for of in ("endpoint", "validation")
+        source: sample(metrics, f'kd_passed_on_share{{of="{source}"}}')
+        for source in ("endpoint", "validation")
     }
     assert shares == pytest.approx(
         {"endpoint": models["second"] / COUNT, "validation": stated["passed_on"]},
@@ -204,7 +205,7 @@ def test_three_doors_give_the_predictions_of_the_two_exports(
     assert ends == pytest.approx(stated["passed_on_interval"], abs=1e-6)
     assert ends[0] <= shares["endpoint"] <= ends[1]
     assert sample(metrics, "kd_self_check") == 1
-    orders = {tuple(one["predictions"][0]) for one in served.values()}
+    orders = {tuple(response["predictions"][0]) for response in served.values()}
     assert orders == {("label", "score", "top", "sure", "model")}
 
 
@@ -215,11 +216,11 @@ def test_the_labels_that_are_returned_are_counted(tmp_path):
         ("first", ExportOptions(defer_share=SHARE)),
         ("second", ExportOptions()),
     ):
-        made = small_subject(tmp_path / "runs")
+        subject = small_subject(tmp_path / "runs")
         if name == "second":
             with torch.no_grad():
-                made.student.network.head.weight *= -1  # type: ignore[union-attr, operator]
-        folders.append(write(made, tmp_path / name, options).folder)
+                subject.student.network.head.weight *= -1  # type: ignore[union-attr, operator]
+        folders.append(write(subject, tmp_path / name, options).folder)
     pixels = list(PIXELS.transpose(0, 2, 3, 1))
     alone, returned = (
         Counter(row.label for row in kd.load(folders[0], second=second)(pixels))
@@ -262,33 +263,32 @@ def test_an_image_of_several_labels_is_passed_on_if_one_is_unsure(tmp_path):
         ("first", ExportOptions(defer_share=SHARE)),
         ("second", ExportOptions()),
     ):
-        made = small_subject(tmp_path / "runs")
-        with made.images() as read:
+        subject = small_subject(tmp_path / "runs")
+        with subject.images() as read:
             batches = [
                 (pixels, np.eye(len(CLASSES), dtype=np.int8)[labels])
                 for pixels, labels in read(0)
             ]
         if name == "second":
             with torch.no_grad():
-                made.student.network.head.weight *= -1
+                subject.student.network.head.weight *= -1
 
         def opened(batches=batches):
             return nullcontext(lambda limit, training=False: batches)
 
-        made = replace(
-            made,
-            recipe=made.recipe.with_(task=TaskSection(kind="label_sets")),
+        subject = replace(
+            subject,
+            recipe=subject.recipe.with_(task=TaskSection(kind="label_sets")),
             images=opened,
         )
-        exports.append(write(made, tmp_path / name, options).folder)
-    first, second, pair = (
-        kd.load(exports[0]),
-        kd.load(exports[1]),
-        kd.load(exports[0], second=exports[1]),
-    )
+        exports.append(write(subject, tmp_path / name, options).folder)
+    first = kd.load(exports[0])
+    second = kd.load(exports[1])
+    pair = kd.load(exports[0], second=exports[1])
     for image in PIXELS.transpose(0, 2, 3, 1):
-        alone, answer = first(image), pair(image)
-        assert alone.sure == all(one.sure for one in alone.top)
+        alone = first(image)
+        answer = pair(image)
+        assert alone.sure == all(entry.sure for entry in alone.top)
         expected = (
             replace(alone, model="first")
             if alone.sure
@@ -305,7 +305,8 @@ def test_other_sizes_share_one_decoding_for_the_larger(small, wide):
     """A JPEG that the first alone would decode at a quarter of its sides comes at half
     of them.
     """
-    pair, alone = kd.load(small, second=wide), kd.load(small)
+    pair = kd.load(small, second=wide)
+    alone = kd.load(small)
     files = self_check.pictures(
         [branch for branch in BRANCHES if branch[0] == "JPEG"], 60, 8
     )
@@ -313,9 +314,9 @@ def test_other_sizes_share_one_decoding_for_the_larger(small, wide):
     for data in files:
         opened = pair.open(data, Limits())
         assert opened.image.size == kd.load(wide).open(data, Limits()).image.size
-        seen = planes(decode(opened, pair.bits), pair.size, pair.crop).astype(int)
-        other = prepare(data, alone.size, alone.crop).pixels.astype(int)
-        change = np.abs(seen - other)
+        shared = planes(decode(opened, pair.bits), pair.size, pair.crop).astype(int)
+        separate = prepare(data, alone.size, alone.crop).pixels.astype(int)
+        change = np.abs(shared - separate)
         differed += change.max() > 0
         assert (
             change.mean() < 4
@@ -347,8 +348,8 @@ def renamed(folder: Path, target: Path, *names: tuple[str, str]) -> Path:
     )
     manifest = json.loads((target / "manifest.json").read_text())
     facts = {
-        key: one
-        for key, one in manifest.items()
+        key: value
+        for key, value in manifest.items()
         if key not in ("files", "checksum", "validation")
     }
     package.seal(target, facts)
@@ -358,7 +359,7 @@ def renamed(folder: Path, target: Path, *names: tuple[str, str]) -> Path:
 def test_exports_that_are_no_pair_are_one_line_errors(
     small, large, exported, embedded, teacher, refused, tmp_path
 ):
-    def told(first: Path, second: Path) -> str:
+    def error_line(first: Path, second: Path) -> str:
         to = ("--to", tmp_path / "rows.csv")
         lines = {refused("serve", first, "--port", 0, "--second", second)}
         lines.add(refused("predict", first, tmp_path, *to, "--second", second))
@@ -368,30 +369,30 @@ def test_exports_that_are_no_pair_are_one_line_errors(
         assert line == f"kd: {error.value}" or line.endswith(str(error.value))
         return line
 
-    without = told(exported, large)
+    without = error_line(exported, large)
     assert "--defer" in without
     assert f"export: '{exported}'" in without
-    assert "it is the first model" in told(small, small)
-    assert "kd-export RUN --teacher" in told(small, teacher)
-    assert "0 classes, the first model 3" in told(small, embedded / "export")
-    assert "class 1 is 'figs'" in told(
+    assert "it is the first model" in error_line(small, small)
+    assert "kd-export RUN --teacher" in error_line(small, teacher)
+    assert "0 classes, the first model 3" in error_line(small, embedded / "export")
+    assert "class 1 is 'figs'" in error_line(
         small, renamed(large, tmp_path / "other", ("fig", "figs"))
     )
     exchanged = renamed(large, tmp_path / "exchanged", ("fig", "pear"), ("pear", "fig"))
-    assert "class 1 is 'pear', that of the first model is 'fig'" in told(
+    assert "class 1 is 'pear', that of the first model is 'fig'" in error_line(
         small, exchanged
     )
 
 
-@pytest.mark.parametrize("given", ["none", "another", "accepted"])
+@pytest.mark.parametrize("offered", ["none", "another", "accepted"])
 def test_an_accepted_pair_without_its_second_is_a_warning(
-    small, large, pictures, given, command, caplog, tmp_path
+    small, large, pictures, offered, command, caplog, tmp_path
 ):
     """All three doors name the second export with which the limits were accepted."""
     manifest = json.loads((small / "manifest.json").read_text())
     version = json.loads((large / "manifest.json").read_text())["version"]
-    accepted = f"tiny-teacher {'0' * 12 if given == 'another' else version}"
-    found = {
+    accepted = f"tiny-teacher {'0' * 12 if offered == 'another' else version}"
+    claim = {
         "sentence": "drop<=1",
         "threads": 1,
         "file": "model.onnx",
@@ -399,13 +400,15 @@ def test_an_accepted_pair_without_its_second_is_a_warning(
         "second": accepted,
     }
     facts = {
-        key: one for key, one in manifest.items() if key not in ("files", "checksum")
+        key: value
+        for key, value in manifest.items()
+        if key not in ("files", "checksum")
     }
     first = shutil.copytree(small, tmp_path / "first")
-    package.seal(first, {**facts, "cascade": found})
-    second = () if given == "none" else ("--second", large)
+    package.seal(first, {**facts, "cascade": claim})
+    second = () if offered == "none" else ("--second", large)
 
-    kd.load(first, second=None if given == "none" else large)
+    kd.load(first, second=None if offered == "none" else large)
     loaded = caplog.text
     (tmp_path / "a.jpg").write_bytes(next(iter(pictures.values())))
     predicted = command(
@@ -414,11 +417,11 @@ def test_an_accepted_pair_without_its_second_is_a_warning(
     assert predicted.code == 0, predicted
     with Running(first, *map(str, second)) as server:
         assert server.stop() == 0
-    for told in (loaded, predicted.err, server.errors):
-        lines = [line for line in told.splitlines() if accepted in line]
-        assert len(lines) == (given != "accepted"), told
+    for text in (loaded, predicted.err, server.errors):
+        lines = [line for line in text.splitlines() if accepted in line]
+        assert len(lines) == (offered != "accepted"), text
         assert all(
-            (f"{version} is given" if given == "another" else "none is given") in line
+            (f"{version} is given" if offered == "another" else "none is given") in line
             for line in lines
         )
 
@@ -452,7 +455,7 @@ def test_the_self_check_covers_the_second_model(
 def test_the_page_says_which_model_predicted(small, large, cascade, pictures, tmp_path):
     if chromium.path() is None:
         pytest.skip("no chromium here: apt-get install chromium")
-    shown = {}
+    texts = {}
     with (
         Running(small, "--second", str(large)) as server,
         chromium.Page(tmp_path / "profile") as page,
@@ -469,10 +472,10 @@ def test_the_page_says_which_model_predicted(small, large, cascade, pictures, tm
                 f"document.getElementById('shown').alt === '{alt}' &&"
                 " !answer.hasAttribute('aria-busy')"
             )
-            shown[model] = page.run("document.getElementById('best').textContent")
-    assert "by the second model" in shown["second"]
-    assert "second model" not in shown["first"]
-    assert "unsure" not in shown["first"]
+            texts[model] = page.run("document.getElementById('best').textContent")
+    assert "by the second model" in texts["second"]
+    assert "second model" not in texts["first"]
+    assert "unsure" not in texts["first"]
 
 
 def test_sigterm_while_passing_on_loses_nothing(small, large, cascade, pictures):

@@ -64,7 +64,9 @@ def last_row(folder: Path) -> dict[str, Any]:
     return [row for row in rows if row["kind"] == "train"][-1]
 
 
-def test_from_teach_to_export(fitted, written, command, tmp_path):
+def test_teach_train_evaluate_and_export_go_together(
+    fitted, written, command, tmp_path
+):
     path = written(run={"baseline": True})
     taught = command("teach", path)
     assert taught.code == 0, taught
@@ -85,12 +87,12 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
 
     run = tmp_path / "runs" / "tiny"
     rows = [last_row(folder) for folder in (teacher.parent, run, run / "labels_only")]
-    fit, own, alone = (
+    fit, distilled, alone = (
         f"{format_seconds(row['cpu_seconds'])} ({format_seconds(row['seconds'])})"
         for row in rows
     )
     times = (
-        f"the teacher's fit {fit}, the student with new outputs {own}, labels alone"
+        f"the teacher's fit {fit}, the student with new outputs {distilled}, labels alone"
         f" {alone}."
     )
     (verdict,) = (
@@ -148,8 +150,8 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
     assert exported.code == 0, exported
     student = timm.create_model(f"local-dir:{tmp_path / 'student'}", pretrained=True)
     assert student.pretrained_cfg["label_names"] == ["apple", "fig", "pear"]
-    told = json.loads((tmp_path / "student" / "kd.json").read_text())
-    assert told["metrics"]["accuracy"] == best["accuracy"]
+    facts = json.loads((tmp_path / "student" / "kd.json").read_text())
+    assert facts["metrics"]["accuracy"] == best["accuracy"]
 
 
 def test_the_averaged_weights_are_exported_and_score_what_the_run_scored(
@@ -161,20 +163,16 @@ def test_the_averaged_weights_are_exported_and_score_what_the_run_scored(
     assert command("train", written(optimizer={"ema": 0.5})).code == 0
     assert command("export", tmp_path / "runs" / "tiny", "--no-onnx").code == 0
     folder = tmp_path / "runs" / "tiny" / "export"
-    tensors, exported = (
-        RunDir(tmp_path / "runs" / "tiny").best()[1],
-        load_file(folder / "model.safetensors"),
-    )
+    tensors = RunDir(tmp_path / "runs" / "tiny").best()[1]
+    exported = load_file(folder / "model.safetensors")
     assert exported
     assert all(
         torch.equal(tensors["average.network." + name], tensor)
         for name, tensor in exported.items()
     )
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    names, pictures = (
-        model.pretrained_cfg["label_names"],
-        sorted((photos / "val").rglob("*.jpg")),
-    )
+    names = model.pretrained_cfg["label_names"]
+    pictures = sorted((photos / "val").rglob("*.jpg"))
     mean, std = (
         torch.tensor(model.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std")
     )
@@ -185,8 +183,8 @@ def test_the_averaged_weights_are_exported_and_score_what_the_run_scored(
         names[answer] == path.parent.name
         for answer, path in zip(answers, pictures, strict=True)
     )
-    told = json.loads((folder / "kd.json").read_text())
-    assert hits / len(pictures) == pytest.approx(told["metrics"]["accuracy"])
+    facts = json.loads((folder / "kd.json").read_text())
+    assert hits / len(pictures) == pytest.approx(facts["metrics"]["accuracy"])
 
 
 def test_the_resolved_config_is_an_input(written, command, tmp_path):
@@ -201,10 +199,10 @@ def test_the_resolved_config_is_an_input(written, command, tmp_path):
     assert "| step" not in again.out  # it is the same run
     weights = "checkpoints/step_00000004/tensors.safetensors"
     assert command("train", stored, "run.name=copy").code == 0
-    one, other = (
+    first, second = (
         (tmp_path / "runs" / name / weights).read_bytes() for name in ("tiny", "copy")
     )
-    assert one == other
+    assert first == second
 
 
 @pytest.mark.parametrize(
@@ -309,19 +307,20 @@ def test_a_baseline_gives_a_verdict_of_equal_cost_and_a_named_length_stays(
     first = command("train", path)
     assert first.code == 0, first
     run = tmp_path / "runs" / "tiny"
-    own, alone = last_row(run), last_row(run / "labels_only")
+    distilled = last_row(run)
+    alone = last_row(run / "labels_only")
     recorded = json.loads((run / "manifest.json").read_text())["labels_only"]
-    assert own["step"] == 8
+    assert distilled["step"] == 8
     assert alone["step"] == recorded["steps"] > 8  # the fit costs several steps
-    said = next(
+    verdict = next(
         line
         for line in first.out.splitlines()
         if "Training in CPU time (wall-clock): " in line
     )
     # a few steps of milliseconds: on a busy machine the labels' may have cost less than
     # estimated
-    assert (" of CPU time against " in said) == ("No verdict" not in said)
-    assert f"labels alone {format_seconds(alone['cpu_seconds'])} (" in said
+    assert (" of CPU time against " in verdict) == ("No verdict" not in verdict)
+    assert f"labels alone {format_seconds(alone['cpu_seconds'])} (" in verdict
     assert "| total CPU time |" in first.out
     assert (
         "Whether the student was still learning is not known: 2 evaluations"
@@ -329,7 +328,7 @@ def test_a_baseline_gives_a_verdict_of_equal_cost_and_a_named_length_stays(
     )
     page = command("report", run)
     assert page.code == 0, page
-    assert said.partition(":")[0] in (run / "report.html").read_text()
+    assert verdict.partition(":")[0] in (run / "report.html").read_text()
     manifest = json.loads((run / "labels_only" / "manifest.json").read_text())
     assert manifest["images"] == 24  # those with a label alone
     few = ("data.labels_per_class=2", "teacher.fit.batch_size=4", "--check")
@@ -341,7 +340,7 @@ def test_a_baseline_gives_a_verdict_of_equal_cost_and_a_named_length_stays(
     )  # a baseline's own configuration can be read
     again = command("train", path, "run.baseline_steps=4")
     assert again.code == 0, again
-    assert last_row(run) == own
+    assert last_row(run) == distilled
     short = last_row(run / "labels_only_4")
     assert short["step"] == 4
     assert "No verdict" in again.out
@@ -434,7 +433,7 @@ def test_check_prints_and_writes_nothing(
     answer = command("train", path, "--check")
     assert answer.code == 0, answer
     assert files(tmp_path) == before
-    said = {
+    sections = {
         line.split()[0]: line
         for line in answer.out.splitlines()
         if not line.startswith(" ")
@@ -443,14 +442,14 @@ def test_check_prints_and_writes_nothing(
         "config data student teacher losses batch length recipe plan backend memory"
         " images repeats time speed"
     )
-    assert list(said) == rows.split()
-    assert "36 training and 13 validation images, 3 classes, 16 px" in said["data"]
-    assert said["batch"].endswith(" 8 images")
-    assert "8 steps of 8 images (2 epochs)" in said["length"]
+    assert list(sections) == rows.split()
+    assert "36 training and 13 validation images, 3 classes, 16 px" in sections["data"]
+    assert sections["batch"].endswith(" 8 images")
+    assert "8 steps of 8 images (2 epochs)" in sections["length"]
     assert (
         "fitted for 2 epochs if not found" if fit else "weights and classes fit;"
-    ) in said["teacher"]
-    assert "all 49: none is damaged" in said["images"]
+    ) in sections["teacher"]
+    assert "all 49: none is damaged" in sections["images"]
 
 
 def test_check_names_classes_without_validation(written, photos, command, tmp_path):
@@ -523,8 +522,8 @@ def test_the_installed_commands_are_those_of_the_module(capfd):
 
 
 def test_one_epoch_is_one_and_an_hour_has_its_price(written, command):
-    given = ("price.per_hour=36", "price.instance=ml.p4d.24xlarge")
-    answer = command("train", written(run={"epochs": 1}), "--check", *given)
+    prices = ("price.per_hour=36", "price.instance=ml.p4d.24xlarge")
+    answer = command("train", written(run={"epochs": 1}), "--check", *prices)
     assert "(1 epoch)" in answer.out
     assert "USD 36 an hour" in answer.out
     ms = float(re.search(r"loading ([\d.]+) ms per image", answer.out)[1])
@@ -536,15 +535,15 @@ def test_one_epoch_is_one_and_an_hour_has_its_price(written, command):
     ) == pytest.approx(6000 / ms, rel=0.05)
 
 
-def test_one_command_beside_the_others(capfd):
+def test_one_command_starts_the_others(capfd):
     assert main([]) == 2
-    shown = capfd.readouterr().err
+    usage = capfd.readouterr().err
     assert all(
-        re.search(f"^  {name} +[A-Z]?", shown, re.MULTILINE) for name in COMMANDS
+        re.search(f"^  {name} +[A-Z]?", usage, re.MULTILINE) for name in COMMANDS
     )
-    assert "kd train vit_food" in shown
+    assert "kd train vit_food" in usage
     for words in (["-h"], ["--help"], ["help"]):
-        assert (main(words), capfd.readouterr().out) == (0, shown)
+        assert (main(words), capfd.readouterr().out) == (0, usage)
     assert (main(["--version"]), capfd.readouterr().out) == (
         0,
         f"kd {kd.__version__}\n",
@@ -553,7 +552,7 @@ def test_one_command_beside_the_others(capfd):
     assert capfd.readouterr().out.startswith("losses:\n")
 
 
-def test_help_of_one_key(capfd):
+def test_help_explains_one_key(capfd):
     assert main(["help", "teacher.fit.lr"]) == 0
     assert re.fullmatch(
         r"  teacher\.fit\.lr  \(.*\)\n( {6}\S.*\n)*", capfd.readouterr().out
@@ -601,32 +600,33 @@ def test_help_of_one_key(capfd):
         ),
     ],
 )
-def test_modules_that_python_starts(words, code, expected):
+def test_a_module_that_python_starts_prints_one_line(words, code, expected):
     """Nothing but that line: also torch and triton, where they were loaded, end without
     a word.
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", *words], capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == code
-    (line,) = (done.stdout + done.stderr).splitlines()
+    assert process.returncode == code
+    (line,) = (process.stdout + process.stderr).splitlines()
     assert expected in line
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "completions"),
     [
         ("kd tea", ["teach"]),
         ("kd serve --dr", ["--drain"]),
         ("kd-export --op", ["--openvino"]),
     ],
 )
-def test_completion_in_a_shell(line, found, tmp_path):
+def test_a_shell_completes_commands_and_options(line, completions, tmp_path):
     """As the line that register-python-argcomplete prints calls it."""
     pytest.importorskip(
         "argcomplete", reason="argcomplete is not installed: pip install 'kd[dev]'"
     )
-    name, length = line.split()[0], str(len(line))
+    name = line.split()[0]
+    length = str(len(line))
     start = "main()" if name == "kd" else f"COMMANDS['{name[3:]}']()"
     variables = {
         "_ARGCOMPLETE": "1",
@@ -635,22 +635,22 @@ def test_completion_in_a_shell(line, found, tmp_path):
     }
     variables |= {"COMP_LINE": line, "COMP_POINT": length, "COMP_TYPE": "9"}
     run = [sys.executable, "-c", f"from kd.cli.__main__ import COMMANDS, main; {start}"]
-    done = subprocess.run(run, env={**os.environ, **variables}, timeout=60)
-    assert done.returncode == 0
+    process = subprocess.run(run, env={**os.environ, **variables}, timeout=60)
+    assert process.returncode == 0
     assert [
         word.strip() for word in (tmp_path / "found").read_text().splitlines()
-    ] == found
+    ] == completions
 
 
 def test_help_ends_quietly_on_a_closed_pipe():
     argv = [sys.executable, "-m", "kd.cli", "train", "--help"]
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as shown:
-        assert shown.stdout is not None
-        assert shown.stderr is not None
-        shown.stdout.close()
-        assert (shown.stderr.read(), shown.wait()) == (b"", 0)
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
 
 
 def test_parts_are_listed_with_a_sentence_each(command, refused):
@@ -711,13 +711,13 @@ def test_tensorboard_gets_every_row(written, command, tmp_path):
         } == pytest.approx(expected, rel=1e-6)
 
 
-def test_unknown_tracker(written, refused, tmp_path):
+def test_an_unknown_tracker_is_refused(written, refused, tmp_path):
     message = refused("train", written(run={"trackers": ["tensorbord"]}))
     assert message.startswith("run.trackers: no tracker 'tensorbord'. Allowed: ")
     assert message.endswith("Did you mean 'tensorboard'?")
 
 
-def test_a_tracker_that_is_not_installed(written, refused):
+def test_a_tracker_that_is_not_installed_is_refused(written, refused):
     pytest.importorskip("accelerate")
     from accelerate import tracking
 
@@ -745,11 +745,13 @@ def test_no_secret_is_kept(written, command, photos, tmp_path, monkeypatch):
         "run.epochs=1",
         "run.trackers=[tensorboard]",
     ]
-    done = command("train", written(), *overrides, "run.baseline=true")
-    assert done.code == 0, done
-    held = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
-    assert {"config.yaml", "manifest.json", "report.md"} <= {path.name for path in held}
-    assert [path.name for path in held if secret.encode() in path.read_bytes()] == []
+    answer = command("train", written(), *overrides, "run.baseline=true")
+    assert answer.code == 0, answer
+    stored = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert {"config.yaml", "manifest.json", "report.md"} <= {
+        path.name for path in stored
+    }
+    assert [path.name for path in stored if secret.encode() in path.read_bytes()] == []
 
 
 def test_check_names_classes_without_a_training_image(

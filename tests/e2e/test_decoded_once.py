@@ -17,13 +17,13 @@ from pieces import without_clocks
 
 
 def rows(tmp_path, name: str, kind: str) -> list[dict]:
-    found = [
+    parsed = [
         json.loads(line)
         for line in (
             (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
         )
     ]
-    return without_clocks([row for row in found if row["kind"] == kind])
+    return without_clocks([row for row in parsed if row["kind"] == kind])
 
 
 @pytest.mark.slow
@@ -51,9 +51,9 @@ def test_the_fit_of_the_teacher_and_the_baseline_share_it(
         data={"store": "ram"},
         teacher={**teacher, "fit": fit, "min_accuracy": 0},
     )
-    done = command("train", path)
-    assert done.code == 0, done
-    assert done.out.count("store: about") == 1
+    answer = command("train", path)
+    assert answer.code == 0, answer
+    assert answer.out.count("store: about") == 1
 
 
 @pytest.mark.slow
@@ -114,9 +114,9 @@ def test_a_cache_knows_the_store_that_its_pixels_went_through(
 
 
 def test_check_says_what_a_store_may_take(written, command):
-    done = command("train", written(), "data.store=disk", "--check")
-    assert done.code == 0, done
-    assert re.search(r"^store     disk: at most \d", done.out, re.MULTILINE)
+    answer = command("train", written(), "data.store=disk", "--check")
+    assert answer.code == 0, answer
+    assert re.search(r"^store     disk: at most \d", answer.out, re.MULTILINE)
     views = command("train", written(), "data.store=views", "data.views=2", "--check")
     assert re.search(r"^store     views: \d", views.out, re.MULTILINE), views
     assert not re.search(

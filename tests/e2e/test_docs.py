@@ -114,7 +114,7 @@ class Block(NamedTuple):
 
 def blocks(page: Path) -> list[Block]:
     """Return the fenced blocks of a page."""
-    found = []
+    fenced = []
     text = page.read_text()
     for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         line = text.count("\n", 0, match.start()) + 1
@@ -123,15 +123,15 @@ def blocks(page: Path) -> list[Block]:
             if re.search(r"^(kd-|curl|docker|make)", match[2], re.MULTILINE)
             else ""
         )
-        found.append(Block(f"{page.name}:{line}", language, match[2]))
-    return found
+        fenced.append(Block(f"{page.name}:{line}", language, match[2]))
+    return fenced
 
 
 def commands(text: str) -> Iterator[list[str]]:
     """Split the lines of a shell block into the arguments of each command."""
     for line in text.replace("\\\n", " ").splitlines():
-        for part in line.split(" && "):
-            if argv := shlex.split(part, comments=True):
+        for words in line.split(" && "):
+            if argv := shlex.split(words, comments=True):
                 yield argv
 
 
@@ -179,33 +179,33 @@ def check_arguments(argv: list[str], command: Command) -> None:
 
 def check_not_run(argv: list[str], command: Command) -> None:
     """Check what a command of `NOT_RUN` names: arguments, targets, extras, files."""
-    program, *rest = argv
+    program, *args = argv
     if program == "torchrun":
         from torch.distributed.run import get_args_parser
 
-        given = get_args_parser().parse_args(rest)
-        assert (bool(given.module), given.training_script) == (True, "kd.cli"), argv
-        name, *more = given.training_script_args
-        check_arguments([f"kd-{name}", *more], command)
+        options = get_args_parser().parse_args(args)
+        assert (bool(options.module), options.training_script) == (True, "kd.cli"), argv
+        name, *arguments = options.training_script_args
+        check_arguments([f"kd-{name}", *arguments], command)
     elif program == "neuron_parallel_compile":
-        check_not_run(rest, command)
+        check_not_run(args, command)
     elif program in ("mpirun", "PJRT_DEVICE=CPU"):
         check_arguments(
             argv[next(i for i, arg in enumerate(argv) if arg.startswith("kd-")) :],
             command,
         )
     elif program == "make":
-        assert set(rest) <= set(
+        assert set(args) <= set(
             re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         ), argv
     elif program == "pip":
         extras = re.findall(
             r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
         )
-        assert set(re.findall(r"\[(\w+)\]", shlex.join(rest))) <= set(extras), argv
+        assert set(re.findall(r"\[(\w+)\]", shlex.join(args))) <= set(extras), argv
     elif program == "pytest":
         assert all(
-            (ROOT / path).exists() for path in rest if not path.startswith("-")
+            (ROOT / path).exists() for path in args if not path.startswith("-")
         ), argv
 
 
@@ -243,35 +243,35 @@ class Session:
             )
 
     def shell(self, argv: list[str]) -> None:
-        program, *rest = argv = [self.short(arg) for arg in argv]
+        program, *args = argv = [self.short(arg) for arg in argv]
         if program == "cd":
             return
         if program in NOT_RUN:
             check_not_run(argv, self.command)
         elif program == "kd":
-            assert main(rest) == 0, argv
+            assert main(args) == 0, argv
         elif program == "curl":
             if shutil.which("curl"):
-                done = subprocess.run(
+                process = subprocess.run(
                     [*argv, "-sS", "--fail"], capture_output=True, text=True, timeout=30
                 )
-                assert done.returncode == 0, (argv, done)
+                assert process.returncode == 0, (argv, process)
         elif program == "kd-serve":
             check_arguments(argv, self.command)
             self.stop()
-            self.server = Running(Path(rest[0]), *rest[1:])
+            self.server = Running(Path(args[0]), *args[1:])
         else:
             assert program.removeprefix("kd-") in COMMANDS, (
                 f"neither run nor listed in NOT_RUN: {argv}"
             )
             # a configuration of kd by its name: the tiny one of that name
-            rest = [
+            args = [
                 f"configs/{arg}.yaml" if Path(f"configs/{arg}.yaml").is_file() else arg
-                for arg in rest
+                for arg in args
             ]
-            if "--local" in rest:  # starts a cluster; tests/remote does that
-                rest.append("--dry-run")
-            answer = self.command(program.removeprefix("kd-"), *rest)
+            if "--local" in args:  # starts a cluster; tests/remote does that
+                args.append("--dry-run")
+            answer = self.command(program.removeprefix("kd-"), *args)
             assert answer.code == 0, (argv, answer)
             if program == "kd-init":  # the run that follows is tiny
                 path = Path(argv[argv.index("-o") + 1])
@@ -290,10 +290,10 @@ class Session:
         if written.get("kind") == "Deployment":  # Kubernetes: what it starts
             (container,) = written["spec"]["template"]["spec"]["containers"]
             return check_arguments(["kd-serve", *container["args"]], self.command)
-        whole = "student" in written
+        is_complete = "student" in written
         kd.load_config(
             written
-            if whole
+            if is_complete
             else overlaid(yaml.safe_load(shipped("vit_food_scratch")), written)
         )
         if name := re.match(r"# ([\w-]+\.yaml)\b", text):
@@ -416,7 +416,7 @@ def test_inline_keys_flags_and_paths_exist(page, helps, command):
         key = re.match(r"([a-z]+\.[a-z_.]+?)(?:=|: |$)", span)
         if key and key[1].split(".")[0] in sections:
             assert any(
-                known == key[1] or known.startswith(key[1] + ".") for known in keys
+                name == key[1] or name.startswith(key[1] + ".") for name in keys
             ), f"no key {span}"
         if " " in span and span.startswith("kd-"):
             argv = shlex.split(span)
@@ -471,13 +471,13 @@ def rows(name: str, **config_path: str) -> list[dict[str, str]]:
     ]
 
 
-def against(mine: list[dict[str, str]], other: list[dict[str, str]]) -> str:
+def against(mine: list[dict[str, str]], theirs: list[dict[str, str]]) -> str:
     """Return the mean difference of three seeds with its 95 % interval
     (Student's t).
     """
     values = [
-        float(one["accuracy"]) - float(two["accuracy"])
-        for one, two in zip(mine, other, strict=True)
+        float(my_row["accuracy"]) - float(their_row["accuracy"])
+        for my_row, their_row in zip(mine, theirs, strict=True)
     ]
     return (
         f"{statistics.mean(values):+.1f} ±"
@@ -485,21 +485,21 @@ def against(mine: list[dict[str, str]], other: list[dict[str, str]]) -> str:
     )
 
 
-def over_seeds(found: list[dict[str, str]], key: str = "accuracy") -> str:
+def over_seeds(runs: list[dict[str, str]], key: str = "accuracy") -> str:
     """Return the mean of three seeds with its 95 % interval (Student's t)."""
-    values = [float(row[key]) for row in found]
+    values = [float(row[key]) for row in runs]
     return (
         f"{statistics.mean(values):.1f} ±"
         f" {4.303 * statistics.stdev(values) / 3**0.5:.1f} %"
     )
 
 
-def mean(found: list[dict[str, str]], key: str = "accuracy") -> float:
-    return statistics.mean(float(row[key]) for row in found)
+def mean(runs: list[dict[str, str]], key: str = "accuracy") -> float:
+    return statistics.mean(float(row[key]) for row in runs)
 
 
-def total(found: list[dict[str, str]], key: str) -> float:
-    return sum(float(row[key]) for row in found)
+def total(runs: list[dict[str, str]], key: str) -> float:
+    return sum(float(row[key]) for row in runs)
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_files():
@@ -519,11 +519,11 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         float(b["cpu_seconds"]) > float(a["cpu_seconds_in_all"])
         for a, b in zip(first, alone_first, strict=True)
     )
-    many = [
+    hundred = [
         rows("proof_few_labels", arm=arm, labels="100")
         for arm in ("soft", "labels only, strong")
     ]
-    whole, alone = (rows("full_labels", arm=arm) for arm in ("kl", "labels only"))
+    full, alone = (rows("full_labels", arm=arm) for arm in ("kl", "labels only"))
     fruit = [rows("proof_grocery", arm=arm) for arm in ("soft", "labels only")]
     few, few_alone, few_hard = (
         rows("proof_few_pictures", labels="50", arm=a)
@@ -557,8 +557,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         f"images {mean(whole_first) - mean(alone_whole):.0f} points",
         f"learns the labels ({over_seeds(first, 'teacher_accuracy')})",
         (
-            f"reaches {mean(many[0]):.1f} % against {mean(many[1]):.1f} % on the labels"
-            f" alone: {against(*many)}."
+            f"reaches {mean(hundred[0]):.1f} % against {mean(hundred[1]):.1f} % on the labels"
+            f" alone: {against(*hundred)}."
         ),
         (
             "top class alone gives"
@@ -572,7 +572,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
             f" {against(few, few_hard)}. "
         ),
         f"an EfficientNet-Lite0 ({mean(few, 'teacher_accuracy'):.1f} %)",
-        f"{mean(whole):.1f} % against {mean(alone):.1f} %: {against(whole, alone)}",
+        f"{mean(full):.1f} % against {mean(alone):.1f} %: {against(full, alone)}",
         (
             f"on the fruit {against(*fruit).removesuffix(' points')}, three seeds,"
             " which shows no difference ("
@@ -610,33 +610,35 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
 
 def saved(system: str) -> str:
     """Return the cells of README's first table for a system."""
-    found = rows("what_you_save", system=system)
-    right = over_seeds(found) if len(found) == 3 else f"{mean(found):.1f} %"
+    runs = rows("what_you_save", system=system)
+    right = over_seeds(runs) if len(runs) == 3 else f"{mean(runs):.1f} %"
     slowest = (
-        max(map(float, (row["p99_ms"] for row in found)))
+        max(map(float, (row["p99_ms"] for row in runs)))
         if "pair" in system
-        else mean(found, "p99_ms")
+        else mean(runs, "p99_ms")
     )
     slowest = f"{slowest:.1f}" if slowest < 10 else f"{slowest:.0f}"
-    took, mb, usd = (mean(found, key) for key in ("cpu_ms", "mb", "usd_per_million"))
-    return f"{right}|{took:.1f}|{slowest}|{mb:.1f}|{usd:.2f}|"
+    cpu_ms, mb, usd = (mean(runs, key) for key in ("cpu_ms", "mb", "usd_per_million"))
+    return f"{right}|{cpu_ms:.1f}|{slowest}|{mb:.1f}|{usd:.2f}|"
 
 
 def behind(system: str) -> tuple[str, str]:
     """Return the share of the teacher's time and the points behind it."""
-    found = rows("what_you_save", system=system)
-    points = over_seeds(found, "behind").removesuffix(" %")
-    return f"{mean(found, 'cpu_share'):.2f}", points
+    runs = rows("what_you_save", system=system)
+    points = over_seeds(runs, "behind").removesuffix(" %")
+    return f"{mean(runs, 'cpu_share'):.2f}", points
 
 
 def test_what_one_saves_is_that_of_the_file():
     text = " ".join((ROOT / "README.md").read_text().split())
     (share, points), (less, further) = (
-        behind(f"30_views_int8_pair_{part}_%") for part in (50, 30)
+        behind(f"30_views_int8_pair_{percent}_%") for percent in (50, 30)
     )
     half, third = (
-        mean(rows("what_you_save", system=f"30_views_int8_pair_{part}_%"), "passed_on")
-        for part in (50, 30)
+        mean(
+            rows("what_you_save", system=f"30_views_int8_pair_{percent}_%"), "passed_on"
+        )
+        for percent in (50, 30)
     )
     for words in (
         f"your large model, here a ViT-S of 22 M parameters|{saved('teacher_float32')}",
@@ -679,14 +681,14 @@ def test_the_numbers_of_the_pages_are_those_of_the_files():
         )
         for arm in ("timm", "kd live", "kd cached")
     ]
-    ran = rows("compare_cifar10", epoch="20")
+    epoch_20 = rows("compare_cifar10", epoch="20")
     arms = [
-        [row for row in ran if row["arm"] == arm]
-        for arm in dict.fromkeys(row["arm"] for row in ran)
+        [row for row in epoch_20 if row["arm"] == arm]
+        for arm in dict.fromkeys(row["arm"] for row in epoch_20)
     ]
     timm, live, cached = (total(arm, "training_seconds") for arm in arms)
-    whole, sifted = (rows("full_labels", arm=arm) for arm in ("kl", "history"))
-    many, many_alone = (
+    all_labels, sifted = (rows("full_labels", arm=arm) for arm in ("kl", "history"))
+    two_hundred, two_hundred_alone = (
         rows("proof_few_pictures", labels="200", arm=arm)
         for arm in ("soft", "labels only")
     )
@@ -706,10 +708,8 @@ def test_the_numbers_of_the_pages_are_those_of_the_files():
         rows("proof_grocery_vit", arm=arm)
         for arm in ("vit at 168 px, soft", "vit, soft")
     )
-    betas, highest = (
-        rows("sweep_beta"),
-        rows("choice_of_checkpoint", images="111", rule="highest"),
-    )
+    betas = rows("sweep_beta")
+    highest = rows("choice_of_checkpoint", images="111", rule="highest")
     newest = rows(
         "choice_of_checkpoint", images="111", rule="newest within one standard error"
     )
@@ -730,11 +730,11 @@ def test_the_numbers_of_the_pages_are_those_of_the_files():
             f" {against(few, few_alone).removesuffix(' points')} |"
         ),
         (
-            f"| {mean(many_alone):.1f} % | {mean(many):.1f} % |"
-            f" {mean(many) - mean(many_alone):.1f}, one seed |"
+            f"| {mean(two_hundred_alone):.1f} % | {mean(two_hundred):.1f} % |"
+            f" {mean(two_hundred) - mean(two_hundred_alone):.1f}, one seed |"
         ),
         (
-            f"the labels are better by {mean(many_alone) - mean(many):.1f} points (one"
+            f"the labels are better by {mean(two_hundred_alone) - mean(two_hundred):.1f} points (one"
             " seed)"
         ),
         (
@@ -759,7 +759,7 @@ def test_the_numbers_of_the_pages_are_those_of_the_files():
             f" {against(coarse, vit_alone).removesuffix(' points')} |"
         ),
         *(
-            "".join(f" | {one:.1f} %" for one in accuracy) + " |"
+            "".join(f" | {share:.1f} %" for share in accuracy) + " |"
             for accuracy in first.values()
         ),
         f"it had {mean(newest) - mean(highest):.1f} points more test accuracy",
@@ -770,9 +770,9 @@ def test_the_numbers_of_the_pages_are_those_of_the_files():
         ),
     ):
         assert words in text, words
-    assert 0.64 < total(sifted, "cpu_minutes") / total(whole, "cpu_minutes") < 0.70, (
-        "saves a third"
-    )
+    assert (
+        0.64 < total(sifted, "cpu_minutes") / total(all_labels, "cpu_minutes") < 0.70
+    ), "saves a third"
 
 
 def test_the_release_in_the_changelog_is_short():

@@ -94,7 +94,8 @@ def test_the_graph_returns_timms_vector_with_length_1(embedded):
 def test_a_folder_of_images_becomes_vectors(
     embedded, photos, command, refused, tmp_path
 ):
-    export, target = embedded / "export", tmp_path / "vectors.jsonl"
+    export = embedded / "export"
+    target = tmp_path / "vectors.jsonl"
     answer = command("predict", export, photos / "val/fig", "--to", target)
     assert answer.code == 0, answer
     rows = [json.loads(line) for line in target.read_text().splitlines()]
@@ -112,7 +113,7 @@ def test_the_endpoint_returns_the_vector(embedded, photos):
     export = embedded / "export"
     pixels = np.asarray(Image.open(io.BytesIO(photo)).resize((16, 16)))
     with Running(export) as server:
-        (found,) = server.post(photo).json["predictions"]
+        (prediction,) = server.post(photo).json["predictions"]
         session = onnxruntime.InferenceSession(
             export / "model.onnx", providers=["CPUExecutionProvider"]
         )
@@ -121,10 +122,10 @@ def test_the_endpoint_returns_the_vector(embedded, photos):
         )[0]
         assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
         np.testing.assert_allclose(
-            found["embedding"], vector, atol=1e-3
+            prediction["embedding"], vector, atol=1e-3
         )  # the server decodes as kd does, not as here
         rows = server.post(photo, accept="text/csv").body.decode()
-        assert [float(value) for value in next(csv.reader([rows]))] == found[
+        assert [float(value) for value in next(csv.reader([rows]))] == prediction[
             "embedding"
         ]
         assert server.get("/").status == 404

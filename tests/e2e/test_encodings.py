@@ -43,16 +43,16 @@ def named(settings, photos, tmp_path) -> dict:
     """A configuration whose classes, folder and run have such letters."""
     root = tmp_path / "äpfel"
     for split in ("train", "val"):
-        for name, own in NAMES.items():
-            shutil.copytree(photos / split / name, root / split / own)
-    made = merged(
+        for name, foreign in NAMES.items():
+            shutil.copytree(photos / split / name, root / split / foreign)
+    content = merged(
         settings,
         {
             "run": {"name": "été", "steps": 2, "baseline": False},
             "data": {"root": str(root)},
         },
     )
-    return {**made, "teacher": {}, "losses": [{"kind": "ce"}]}
+    return {**content, "teacher": {}, "losses": [{"kind": "ce"}]}
 
 
 @pytest.fixture
@@ -71,11 +71,9 @@ def test_a_check_prints_what_it_can(narrow, path, encoding):
 
 
 def test_every_command_prints_what_it_can(narrow, named, path, tmp_path):
-    run, root, export = (
-        Path(named["run"]["folder"]) / "été",
-        Path(named["data"]["root"]),
-        tmp_path / "экспорт",
-    )
+    run = Path(named["run"]["folder"]) / "été"
+    root = Path(named["data"]["root"])
+    export = tmp_path / "экспорт"
     narrow("ascii", "train", path)
     narrow("ascii", "evaluate", run)
     assert "\\u044d" in narrow("ascii", "export", run, "--to", export)

@@ -20,8 +20,8 @@ from kd.deploy.export.export import export
 
 def test_the_hashes_are_true_and_nothing_else_lies_there(exported):
     manifest = json.loads((exported / "manifest.json").read_text())
-    there = set(listing(exported))
-    assert there == {*manifest["files"], "manifest.json"}
+    files = set(listing(exported))
+    assert files == {*manifest["files"], "manifest.json"}
     for name, entry in manifest["files"].items():
         content = (exported / name).read_bytes()
         assert (len(content), hashlib.sha256(content).hexdigest()) == (
@@ -35,9 +35,9 @@ def test_the_hashes_are_true_and_nothing_else_lies_there(exported):
         "model.safetensors",
         "config.json",
         "README.md",
-    } <= there
+    } <= files
     assert not [
-        name for name in there if name.endswith((".bin", ".pth", ".pt", ".pkl"))
+        name for name in files if name.endswith((".bin", ".pth", ".pt", ".pkl"))
     ]
     assert (
         exported / "model.safetensors"
@@ -48,12 +48,14 @@ def test_the_card_of_a_teacher_has_its_own_scores(
     distilled, embedded, command, tmp_path
 ):
     cards = []
-    for run, more in (
+    for run, options in (
         (distilled, ()),
         (distilled, ("--teacher",)),
         (embedded, ("--teacher",)),
     ):
-        answer = command("export", run, "--to", tmp_path / "model", "--no-onnx", *more)
+        answer = command(
+            "export", run, "--to", tmp_path / "model", "--no-onnx", *options
+        )
         assert answer.code == 0, answer
         cards.append((tmp_path / "model" / "README.md").read_text())
     student, teacher, _ = (
@@ -65,10 +67,10 @@ def test_the_card_of_a_teacher_has_its_own_scores(
         if line.startswith("| ")
     }
     assert rows["teacher"] != rows["this student"]
-    found = [
+    table = [
         line.split("|")[1:] for line in teacher.splitlines() if line.startswith("| ")
     ][2:]
-    assert [[cell.strip() for cell in row] for row in found] == [
+    assert [[cell.strip() for cell in row] for row in table] == [
         ["this teacher", *(cell.strip() for cell in rows["teacher"])]
     ]
     for text in ("Student against its teacher", "evaluations"):  # of the student
@@ -115,14 +117,14 @@ def test_without_graphs_no_data_is_needed(distilled, command, tmp_path):
 def test_other_data_is_refused(distilled, refused, tmp_path, photos):
     shutil.copytree(photos, tmp_path / "photos")
     next((tmp_path / "photos/val/fig").iterdir()).unlink()
-    told = refused(
+    error = refused(
         "export",
         distilled,
         "--to",
         tmp_path / "student",
         f"data.root={tmp_path / 'photos'}",
     )
-    assert told.startswith("data: the data differs from the run's training data")
+    assert error.startswith("data: the data differs from the run's training data")
     moved = shutil.copytree(photos, tmp_path / "moved")
     assert export(
         distilled, tmp_path / "student", overrides=[f"data.root={moved}"]
@@ -143,7 +145,8 @@ def test_an_older_export_is_replaced_and_nothing_else_is(
     """Before, any folder with a kd.json in it went, with all that lay there; a link
     became a folder.
     """
-    target, words = tmp_path / "student", ("export", distilled, "--no-onnx", "--to")
+    target = tmp_path / "student"
+    words = ("export", distilled, "--no-onnx", "--to")
     shutil.copytree(exported, target)
     (target / "notes").mkdir()
     (target / "notes" / "thesis.tex").write_text("precious")

@@ -31,23 +31,23 @@ def list_of_numbers():
 
 
 @pytest.fixture
-def own(settings, tmp_path, monkeypatch) -> Iterator[dict]:
+def configuration(settings, tmp_path, monkeypatch) -> Iterator[dict]:
     """A configuration whose student is a function of a module of ours."""
     (tmp_path / "mine.py").write_text(CODE)
     monkeypatch.syspath_prepend(str(tmp_path))
     pixels = {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
     student = {"kind": "torch", "model": "mine:small", "args": {"width": 8}, **pixels}
-    made = merged(settings, {"run": {"epochs": 1}, "optimizer": {"lr": 1e-2}})
-    yield {**made, "student": student}
+    content = merged(settings, {"run": {"epochs": 1}, "optimizer": {"lr": 1e-2}})
+    yield {**content, "student": student}
     sys.modules.pop("mine", None)
 
 
 def test_it_is_trained_evaluated_reported_exported_and_served(
-    own, tmp_path, command, refused
+    configuration, tmp_path, command, refused
 ):
     from kd.deploy.serve.model import describe, load
 
-    run = kd.train(own)
+    run = kd.train(configuration)
     for name in ("evaluate", "export"):
         assert refused(name, run.folder).startswith(
             "student.kind: is 'torch', so that 'mine:small' would run"
@@ -75,13 +75,18 @@ def test_it_is_trained_evaluated_reported_exported_and_served(
     assert "accuracy" in run._repr_html_()
 
 
-def test_it_is_fitted_as_the_teacher_too(own, tmp_path, command):
+def test_it_is_fitted_as_the_teacher_too(configuration, tmp_path, command):
     fit = {"epochs": 1, "lr": 1e-2, "folder": str(tmp_path / "teachers")}
-    teacher = {**own["student"], "args": {"width": 16}, "fit": fit, "min_accuracy": 0}
+    teacher = {
+        **configuration["student"],
+        "args": {"width": 16},
+        "fit": fit,
+        "min_accuracy": 0,
+    }
     content = {
-        **own,
+        **configuration,
         "teacher": teacher,
-        "run": {**own["run"], "folder": str(tmp_path / "runs")},
+        "run": {**configuration["run"], "folder": str(tmp_path / "runs")},
     }
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(content))
     assert (
@@ -112,14 +117,14 @@ def test_it_is_fitted_as_the_teacher_too(own, tmp_path, command):
 
 
 def test_a_module_of_the_working_folder_is_found_and_nothing_else_there(
-    own, tmp_path, command, monkeypatch
+    configuration, tmp_path, command, monkeypatch
 ):
     from kd.core.host import installed
 
     monkeypatch.setattr(
-        sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))]
+        sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))]
     )
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(configuration))
     (tmp_path / "no_such_package").mkdir()
     before = list(sys.path)
     away = command("train", tmp_path / "own.yaml", "--check")
@@ -133,7 +138,7 @@ def test_a_module_of_the_working_folder_is_found_and_nothing_else_there(
     assert sys.path == before
 
 
-def test_it_starts_from_weights(own, tmp_path):
+def test_it_starts_from_weights(configuration, tmp_path):
     import mine
 
     torch.manual_seed(3)
@@ -142,7 +147,8 @@ def test_it_starts_from_weights(own, tmp_path):
     changes = {"init": "pretrained", "checkpoint": str(tmp_path / "start.safetensors")}
     run = kd.train(
         merged(
-            own, {"student": changes, "run": {"steps": 1}, "optimizer": {"lr": 1e-9}}
+            configuration,
+            {"student": changes, "run": {"steps": 1}, "optimizer": {"lr": 1e-9}},
         )
     )
     newest = max((run.folder / "checkpoints").iterdir())
@@ -178,8 +184,10 @@ def test_it_starts_from_weights(own, tmp_path):
         ),
     ],
 )
-def test_a_faulty_network_is_a_one_line_error(own, student: dict, message: str):
-    changed = {**own, "student": {**own["student"], **student}}
+def test_a_faulty_network_is_a_one_line_error(
+    configuration, student: dict, message: str
+):
+    changed = {**configuration, "student": {**configuration["student"], **student}}
     if student.get("kind") == "onnx":
         changed["student"] = {"kind": "onnx", "model": "teacher.onnx"}
     with pytest.raises(kd.KdError, match=message) as caught:
@@ -187,8 +195,8 @@ def test_a_faulty_network_is_a_one_line_error(own, student: dict, message: str):
     assert "\n" not in str(caught.value)
 
 
-def test_a_loss_on_features_needs_a_network_of_timm(own):
+def test_a_loss_on_features_needs_a_network_of_timm(configuration):
     with pytest.raises(
         kd.KdError, match=r"^student\.kind: is torch, which has one output"
     ):
-        kd.train({**own, "losses": [{"kind": "kl"}, {"kind": "cosine"}]})
+        kd.train({**configuration, "losses": [{"kind": "kl"}, {"kind": "cosine"}]})

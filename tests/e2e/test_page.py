@@ -31,7 +31,7 @@ def page(tmp_path):
         yield opened
 
 
-def test_a_picture_chosen_and_a_picture_dropped(exported, photos, page, tmp_path):
+def test_a_picture_is_chosen_or_dropped(exported, photos, page, tmp_path):
     picture = next((photos / "val/fig").glob("*.jpg"))
     with Running(exported) as server:
         expected = server.post(picture.read_bytes()).json["predictions"][0]
@@ -50,11 +50,11 @@ def test_a_picture_chosen_and_a_picture_dropped(exported, photos, page, tmp_path
             for entry in expected["top"]
         ]
 
-        other = next((photos / "val/pear").glob("*.jpg"))
-        wanted = server.post(other.read_bytes()).json["predictions"][0]["label"]
-        page.run(DROP % base64.b64encode(other.read_bytes()).decode())
+        pear = next((photos / "val/pear").glob("*.jpg"))
+        label = server.post(pear.read_bytes()).json["predictions"][0]["label"]
+        page.run(DROP % base64.b64encode(pear.read_bytes()).decode())
         page.until(
-            f"document.getElementById('best')?.textContent.startsWith('{wanted} ')"
+            f"document.getElementById('best')?.textContent.startsWith('{label} ')"
         )
         assert (
             page.run("document.getElementById('shown').alt")
@@ -66,8 +66,8 @@ def test_a_picture_chosen_and_a_picture_dropped(exported, photos, page, tmp_path
 
         (tmp_path / "no.png").write_bytes(b"no image")
         page.choose("#file", tmp_path / "no.png")
-        told = page.until("document.querySelector('.bad')?.textContent")
-        assert told.startswith(
+        message = page.until("document.querySelector('.bad')?.textContent")
+        assert message.startswith(
             "This is not an image in one of the formats JPEG, PNG, WEBP"
         )
 
@@ -99,7 +99,7 @@ class Below(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("path", ["/models/food", "/models/food/"])
-def test_the_page_behind_a_path(exported, photos, page, path):
+def test_the_page_works_behind_a_path(exported, photos, page, path):
     """Before, it asked `/invocations` at the root of the proxy, and its curl line
     lacked the path.
     """
@@ -127,11 +127,11 @@ def test_the_page_needs_nothing_from_elsewhere(exported):
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in reply.headers["content-security-policy"]
     assert "unsafe" not in reply.headers["content-security-policy"]
-    others = {
+    headers = {
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cache-control": "no-cache",
     }
-    assert others.items() <= reply.headers.items()
+    assert headers.items() <= reply.headers.items()
     assert not re.findall(r"(?:src|href)=\"(?!data:,)", text)
     assert "[[" not in text

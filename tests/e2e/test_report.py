@@ -64,18 +64,19 @@ def run(distilled, tmp_path) -> Path:
 
 
 def rows(run: Path, kind: str) -> list[dict[str, float]]:
-    found = [
+    parsed = [
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
     ]
-    return [row for row in found if row["kind"] == kind]
+    return [row for row in parsed if row["kind"] == kind]
 
 
 def test_the_page_shows_the_numbers_of_the_files(run, page, command):
-    told = command("report", run, "price.per_hour=36")
-    assert told.code == 0, told
-    assert "accuracy" in told.out
+    answer = command("report", run, "price.per_hour=36")
+    assert answer.code == 0, answer
+    assert "accuracy" in answer.out
     page.open(f"file://{run / 'report.html'}")
-    train, val = rows(run, "train"), rows(run, "val")
+    train = rows(run, "train")
+    val = rows(run, "val")
     best = max(val, key=lambda row: row["accuracy"])
 
     text = (run / "report.html").read_text()
@@ -112,8 +113,10 @@ def test_the_page_shows_the_numbers_of_the_files(run, page, command):
     )  # the diagonal of three classes
     answers = json.loads((run / "answers.json").read_text())
     differ = sum(
-        one != other
-        for one, other in zip(answers["student"], answers["teacher"], strict=True)
+        by_student != by_teacher
+        for by_student, by_teacher in zip(
+            answers["student"], answers["teacher"], strict=True
+        )
     )
     assert page.run("document.querySelectorAll('.photos figure').length") == differ
 
@@ -127,9 +130,11 @@ def test_the_page_shows_the_numbers_of_the_files(run, page, command):
     ] == []
 
 
-def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
-    other = Path(shutil.copytree(run, tmp_path / "other"))
-    config = other / "config.yaml"
+def test_two_runs_stand_side_by_side_and_a_hostile_name_is_text(
+    run, page, command, tmp_path
+):
+    second_run = Path(shutil.copytree(run, tmp_path / "other"))
+    config = second_run / "config.yaml"
     config.write_text(
         config.read_text()
         .replace(
@@ -138,7 +143,7 @@ def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
         .replace("lr: 0.002", "lr: 0.5")
     )
     target = tmp_path / "both.html"
-    assert command("report", run, other, "--to", target).code == 0
+    assert command("report", run, second_run, "--to", target).code == 0
     page.open(f"file://{target}")
     text = page.run("document.querySelector('#side-by-side').innerText")
     assert "optimizer.lr" in text
@@ -161,15 +166,10 @@ def profiled(run: Path, dtype: torch.dtype) -> None:
     """Write the profile of two steps of a small network with attention into a run
     folder.
     """
-    layer, optimizer_of = (
-        torch.nn.MultiheadAttention(32, 4, batch_first=True),
-        torch.optim.AdamW,
-    )
-    optimizer, span = (
-        optimizer_of(layer.parameters(), fused=True),
-        lambda _name: nullcontext(),
-    )
-    profiler = Profiler([1, 2], run / "profile", False, span)
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    optimizer_of = torch.optim.AdamW
+    optimizer = optimizer_of(layer.parameters(), fused=True)
+    profiler = Profiler([1, 2], run / "profile", False, lambda _name: nullcontext())
     for step in range(1, 4):
         profiler.step(step)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -180,13 +180,11 @@ def profiled(run: Path, dtype: torch.dtype) -> None:
         optimizer.step()
 
 
-def test_two_profiles_side_by_side(run, page, command, tmp_path):
-    other, target = (
-        Path(shutil.copytree(run, tmp_path / "other")),
-        tmp_path / "both.html",
-    )
-    told = command("report", run, other, "--to", target, "--images", "1")
-    assert told.out.count("has no profile of its operators") == 2
+def test_two_profiles_stand_side_by_side(run, page, command, tmp_path):
+    second_run = Path(shutil.copytree(run, tmp_path / "other"))
+    target = tmp_path / "both.html"
+    answer = command("report", run, second_run, "--to", target, "--images", "1")
+    assert answer.out.count("has no profile of its operators") == 2
     page.open(f"file://{target}")
     text = page.run("document.querySelector('#what-a-step-computes').innerText")
     assert text.count("profile.steps=[") == 2
@@ -197,38 +195,38 @@ def test_two_profiles_side_by_side(run, page, command, tmp_path):
         " one.querySelectorAll('.bar').length)"
     )
     profiled(run, torch.float32)
-    command("report", run, other, "--to", target, "--images", "1")
+    command("report", run, second_run, "--to", target, "--images", "1")
     page.open(f"file://{target}")
     assert 5 in page.run(drawn), "no bar of a run without a profile"
-    profiled(other, torch.bfloat16)
-    told = command("report", run, other, "--to", target, "--images", "1")
-    assert "has no profile" not in told.out
+    profiled(second_run, torch.bfloat16)
+    answer = command("report", run, second_run, "--to", target, "--images", "1")
+    assert "has no profile" not in answer.out
     (products,) = (
-        line for line in told.out.splitlines() if line.startswith("| matrix products")
+        line for line in answer.out.splitlines() if line.startswith("| matrix products")
     )
     assert products.index("float32") < products.index("bfloat16")
     (attention,) = (
-        line for line in told.out.splitlines() if line.startswith("| attention")
+        line for line in answer.out.splitlines() if line.startswith("| attention")
     )
     assert attention.index("unfused") < attention.index("bfloat16, fused")
     page.open(f"file://{target}")
     bars = page.run(drawn)
-    own = [
-        json.loads((one / "profile" / "operators.json").read_text())
-        for one in (run, other)
+    profiles = [
+        json.loads((folder / "profile" / "operators.json").read_text())
+        for folder in (run, second_run)
     ]
     top = set()
-    for found in own:
+    for profile in profiles:
         sums = Counter()
-        for row in found["operators"]:
+        for row in profile["operators"]:
             sums[row["name"]] += row["ms"]
         top |= {name for name, _ in sums.most_common(5)}
     assert 2 * len(top) in bars
     batch = int(kd.load_config(str(run / "config.yaml")).data.batch_size)
     names = ("aten::mm", "aten::addmm", "aten::linear")
     ms = (
-        sum(row["ms"] for row in own[0]["operators"] if row["name"] in names)
-        / own[0]["steps"]
+        sum(row["ms"] for row in profiles[0]["operators"] if row["name"] in names)
+        / profiles[0]["steps"]
         / batch
     )
     assert float(products.split("|")[2].split()[0]) == pytest.approx(ms, rel=0.05)
@@ -260,7 +258,7 @@ def test_a_damaged_profile_is_one_line(run, refused):
         assert "operators.json' is damaged" in line
 
 
-def test_three_hundred_classes_of_long_nested_names(page, tmp_path):
+def test_three_hundred_classes_of_long_nested_names_fit(page, tmp_path):
     """Names were cut to "Packages/Milk/Arla-", captions lay over each other, and nobody
     said that 24 are drawn.
     """
@@ -272,15 +270,24 @@ def test_three_hundred_classes_of_long_nested_names(page, tmp_path):
     label = [i for i in range(300) for _ in range(3)]
     answers = [(i + (i % 7 == 0) * 4) % 300 for i in label]
     picture = "data:image/gif;base64,R0lGODlhAQABAIAAAP///wAAACwAAAAAAQABAAACAkQBADs="
-    shown = [
+    pictures = [
         Picture(
             f"{names[i]}/1.jpg", names[i], names[i], 0.9, names[i + 4], 0.6, picture
         )
         for i in range(24)
     ]
-    asked = Predictions(names, label, answers, label, of=len(label), pictures=shown)
+    predictions = Predictions(
+        names, label, answers, label, of=len(label), pictures=pictures
+    )
     run = RunRecord(
-        "x" * 90, {}, {"classes": names}, [], [], [], single_label.SCORES, answers=asked
+        "x" * 90,
+        {},
+        {"classes": names},
+        [],
+        [],
+        [],
+        single_label.SCORES,
+        answers=predictions,
     )
     file = tmp_path / "many.html"
     file.write_text(render([run]))
@@ -307,8 +314,10 @@ def test_three_hundred_classes_of_long_nested_names(page, tmp_path):
 
 
 def test_a_report_without_the_teacher_says_so(run, command):
-    told = command("report", run, "teacher.model=gone/away", "--to", run / "page.html")
-    assert told.code == 0, told
+    answer = command(
+        "report", run, "teacher.model=gone/away", "--to", run / "page.html"
+    )
+    assert answer.code == 0, answer
     text = (run / "page.html").read_text()
     assert "No predictions of the models on validation images: teacher" in text
     assert 'class="confusion"' not in text
@@ -320,17 +329,20 @@ def test_cached_predictions_require_equal_weights_and_data(
     """The answers on other images were shown."""
     page = tmp_path / "page.html"
     assert command("report", run, "--to", page).code == 0
-    asked = [json.loads((run / "answers.json").read_text())]
-    other = Path(shutil.copytree(photos, tmp_path / "photos"))
-    min((other / "val").rglob("*.jpg")).unlink()
-    for more in ([f"data.root={other}"], [f"data.root={other}", "--images", "5"]):
-        assert command("report", run, *more, "--to", page).code == 0
-        asked.append(json.loads((run / "answers.json").read_text()))
-    assert [len(one["ids"]) for one in asked] == [13, 12, 5]
-    assert [one["of"] for one in asked] == [13, 12, 12]
+    recorded = [json.loads((run / "answers.json").read_text())]
+    fewer_photos = Path(shutil.copytree(photos, tmp_path / "photos"))
+    min((fewer_photos / "val").rglob("*.jpg")).unlink()
+    for options in (
+        [f"data.root={fewer_photos}"],
+        [f"data.root={fewer_photos}", "--images", "5"],
+    ):
+        assert command("report", run, *options, "--to", page).code == 0
+        recorded.append(json.loads((run / "answers.json").read_text()))
+    assert [len(answers["ids"]) for answers in recorded] == [13, 12, 5]
+    assert [answers["of"] for answers in recorded] == [13, 12, 12]
 
 
-def test_files_that_kd_did_not_write(run, command, refused):
+def test_files_that_kd_did_not_write_are_escaped_or_refused(run, command, refused):
     rows_file = run / "timeline_0.jsonl"
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
     rows[-1]["ms"]['"><img src=x>'] = 1e6
@@ -342,16 +354,16 @@ def test_files_that_kd_did_not_write(run, command, refused):
     assert "<!--" not in page
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": "three", "loss": 1.0}\n')
-    for more in ((), ("--price", "price.per_hour=1")):
-        assert "is corrupt or was edited" in refused("report", run, *more)
+    for options in ((), ("--price", "price.per_hour=1")):
+        assert "is corrupt or was edited" in refused("report", run, *options)
 
 
 def test_a_killed_run_says_so(run, command):
     """Its page looked like that of a run that had come to its end, and no rule had
     looked at it.
     """
-    done = command("report", run, "--images", 3)
-    assert "not finished" not in done.out
+    finished = command("report", run, "--images", 3)
+    assert "not finished" not in finished.out
     assert "Not judged" not in (run / "report.html").read_text()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     last = max(json.loads(line)["step"] for line in lines)
@@ -359,18 +371,20 @@ def test_a_killed_run_says_so(run, command):
         "".join(line for line in lines if json.loads(line)["step"] <= last // 2)
     )
     (run / "findings.json").unlink()
-    told = command("report", run, "--images", 3)
-    assert told.code == 0, told
-    assert f"has not finished: step {last // 2}, epoch" in told.out
-    assert "of 6. It was stopped" in told.out
+    stopped = command("report", run, "--images", 3)
+    assert stopped.code == 0, stopped
+    assert f"has not finished: step {last // 2}, epoch" in stopped.out
+    assert "of 6. It was stopped" in stopped.out
     page = (run / "report.html").read_text()
     assert "has not finished" in page
     assert "Not judged" in page
 
 
-def test_prices_into_a_file_and_a_folder_with_an_equals_sign(run, command, tmp_path):
+def test_prices_go_into_a_file_and_a_folder_may_have_an_equals_sign(
+    run, command, tmp_path
+):
     shutil.copytree(run, tmp_path / "lr=0.1")
-    told = command(
+    answer = command(
         "report",
         tmp_path / "lr=0.1",
         "price.per_hour=36",
@@ -378,23 +392,24 @@ def test_prices_into_a_file_and_a_folder_with_an_equals_sign(run, command, tmp_p
         "--to",
         tmp_path / "prices.md",
     )
-    assert told.code == 0, told
-    assert (tmp_path / "prices.md").read_text() == told.out
-    assert "| 36.000 |" in told.out
+    assert answer.code == 0, answer
+    assert (tmp_path / "prices.md").read_text() == answer.out
+    assert "| 36.000 |" in answer.out
 
 
 def test_runs_of_three_seeds_are_one_mean(run, command, tmp_path):
-    config, runs = (run / "config.yaml").read_text(), []
+    config = (run / "config.yaml").read_text()
+    runs = []
     for seed in range(3):
         runs.append(Path(shutil.copytree(run, tmp_path / f"seed{seed}")))
         text = config.replace("seed: 0", f"seed: {seed}", 1).replace(
             "name: tiny", f"name: seed{seed}"
         )
         (runs[-1] / "config.yaml").write_text(text)
-    told = command("report", *runs, "--images", "5")
+    answer = command("report", *runs, "--images", "5")
     assert (
-        "Mean of 3 seeds (seed0, seed1, seed2), 95 % interval: accuracy" in told.out
-    ), told
+        "Mean of 3 seeds (seed0, seed1, seed2), 95 % interval: accuracy" in answer.out
+    ), answer
 
 
 @pytest.mark.parametrize(
@@ -412,6 +427,6 @@ def test_runs_of_three_seeds_are_one_mean(run, command, tmp_path):
         (["train", "CONFIG", "price.instance=ml.p4d.24xlarg"], "Did you mean"),
     ],
 )
-def test_refusals(argv, words, run, written, refused):
+def test_what_cannot_be_reported_is_refused(argv, words, run, written, refused):
     named = {"RUN": run, "CONFIG": written()}
     assert words in refused(*(named.get(word, word) for word in argv))

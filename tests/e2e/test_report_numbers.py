@@ -28,7 +28,7 @@ from kd.study.report.report import report
 
 
 @pytest.fixture(scope="module")
-def told(teacher, tmp_path_factory) -> tuple[Path, str, dict[str, Any]]:
+def reported(teacher, tmp_path_factory) -> tuple[Path, str, dict[str, Any]]:
     """The run folder, its page and its answers.json."""
     from pieces import base, teacher_at
 
@@ -54,11 +54,11 @@ def told(teacher, tmp_path_factory) -> tuple[Path, str, dict[str, Any]]:
     return run, page, json.loads((run / "answers.json").read_text())
 
 
-def test_predictions_and_tile_use_the_averaged_weights(told):
+def test_predictions_and_tile_use_the_averaged_weights(reported):
     """PyTorch answers again, with the averaged weights of the best checkpoint, on
     validation and on test images.
     """
-    run, page, answers = told
+    run, page, answers = reported
     recipe = resolve(config.load(str(run / "config.yaml"), here=False))
     _, tensors, _ = RunDir(run).best()
     averaged = {
@@ -78,10 +78,10 @@ def test_predictions_and_tile_use_the_averaged_weights(told):
     ) -> tuple[list[int], np.ndarray]:
         student = build_student(recipe, data.classes, weights=False).eval()
         student.load_state_dict(weights)
-        shown = data.evaluation_views(source)
+        views = data.evaluation_views(source)
         with torch.inference_mode():
             pixels = torch.stack(
-                [shown.load(id, 0).pixels for id in range(len(source))]
+                [views.load(id, 0).pixels for id in range(len(source))]
             )
             logits = student(pixels).logits.float()
         return [int(source.label(id)) for id in range(len(source))], logits.softmax(
@@ -118,8 +118,8 @@ def test_predictions_and_tile_use_the_averaged_weights(told):
     )
 
 
-def test_the_chart_the_classes_and_the_confusions(told):
-    _, page, answers = told
+def test_chart_classes_and_confusions_are_those_of_the_answers(reported):
+    _, page, answers = reported
     label, student, teacher = (
         np.array(answers[name]) for name in ("label", "student", "teacher")
     )
@@ -129,31 +129,31 @@ def test_the_chart_the_classes_and_the_confusions(told):
         [(teacher == label).mean()] * len(drawn["tiny"]), abs=1e-4
     )
     table = page[page.index('<table class="confusion">') :]
-    found = re.findall(r"<td[^>]*>(\d*)</td>", table[: table.index("</table>")])
+    cells = re.findall(r"<td[^>]*>(\d*)</td>", table[: table.index("</table>")])
     counts = [
         [int(((label == i) & (student == j)).sum()) for j in range(3)] for i in range(3)
     ]
-    assert [int(cell or 0) for cell in found] == [
+    assert [int(cell or 0) for cell in cells] == [
         count for row in counts for count in row
     ]
-    names, body = (
-        ("apple", "fig", "pear"),
-        page[page.index("<h3>Accuracy by class") : page.index("<h3>Confusion")],
-    )
+    names = ("apple", "fig", "pear")
+    body = page[page.index("<h3>Accuracy by class") : page.index("<h3>Confusion")]
     gaps = dict(
         re.findall(r'title="(\w+): \d+ images">.*?class="gap">(.*?)</span>', body)
     )
     dots = re.findall(r'title="teacher (.*?)"></i>.*?title="student (.*?)"></i>', body)
     order = [names.index(name) for name in gaps]
     for label_index, dot in zip(order, dots, strict=True):
-        of = label == label_index
-        own, other = (
-            (answer[of] == label_index).mean() for answer in (student, teacher)
+        members = label == label_index
+        student_accuracy, teacher_accuracy = (
+            (answer[members] == label_index).mean() for answer in (student, teacher)
         )
-        assert dot == (percent(other), percent(own))
-        few = f"{(student[of] == label_index).sum()} of {of.sum()}"
+        assert dot == (percent(teacher_accuracy), percent(student_accuracy))
+        few = f"{(student[members] == label_index).sum()} of {members.sum()}"
         assert gaps[names[label_index]] == (
-            few if of.sum() < 20 else f"{100 * (own - other):+.0f} points"
+            few
+            if members.sum() < 20
+            else f"{100 * (student_accuracy - teacher_accuracy):+.0f} points"
         )
     captions = re.findall(
         r"<figcaption><b>(\w+)</b><br>teacher: .*?>(\w+)</span> (\d+) %<br>student:"

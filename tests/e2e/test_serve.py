@@ -135,7 +135,7 @@ def test_several_images_keep_their_order(server, photos):
     assert server.post(images(*files), "application/json").json["predictions"] == single
 
 
-def test_csv_and_top(server, photo):
+def test_csv_has_as_many_labels_as_top_says(server, photo):
     reply = server.post(photo, path="/invocations?top=2", accept="text/csv")
     assert reply.headers["content-type"].startswith("text/csv")
     (row,) = csv.reader(io.StringIO(reply.body.decode()))
@@ -151,13 +151,13 @@ def test_csv_and_top(server, photo):
     )
 
 
-def test_metrics_count(server, photo):
+def test_metrics_count_the_requests(server, photo):
     def count() -> int:
         text = server.get("/metrics").body.decode()
-        found = re.search(
+        match = re.search(
             r'kd_requests_total\{route="invocations",status="200"\} (\d+)', text
         )
-        return int(found[1]) if found else 0
+        return int(match[1]) if match else 0
 
     before = count()
     for _ in range(3):
@@ -218,14 +218,14 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "timm"
         ("POST", "/invocations?top=1e9", {"content_type": "image/png"}, b"x", 400),
     ],
 )
-def test_refusals(server, method, path, headers, body, status):
+def test_a_wrong_request_is_refused(server, method, path, headers, body, status):
     reply = server.call(method, path, body, **headers)
     assert is_problem(reply, status)
     if status == 405:
         assert reply.headers["allow"]
 
 
-def test_a_body_that_is_too_large(server):
+def test_a_body_that_is_too_large_is_a_413(server):
     """Declared; declared and only announced (Expect); and not declared at all but sent
     in chunks.
     """
@@ -274,7 +274,7 @@ def test_bytes_that_are_not_http_are_refused(server, data):
     assert server.raw(data).startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_slow_body(server):
+def test_a_slow_body_is_a_408(server):
     start = time.monotonic()
     head = (
         b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type:"
@@ -338,13 +338,13 @@ def corpus(photo: bytes) -> list[tuple[bytes, str]]:
         ("WEBP", {"lossless": True}),
     ]
     for kind, options in kinds:
-        whole = picture(kind, (64, 48), **options)
+        complete = picture(kind, (64, 48), **options)
         bodies += [
-            (whole[:cut], "application/x-image")
-            for cut in np.linspace(1, len(whole) - 2, 25).astype(int)
+            (complete[:cut], "application/x-image")
+            for cut in np.linspace(1, len(complete) - 2, 25).astype(int)
         ]
         for _ in range(25):
-            broken = bytearray(whole)
+            broken = bytearray(complete)
             for place in generator.integers(2, len(broken), 8):
                 broken[place] = generator.integers(256)
             bodies.append((bytes(broken), "application/x-image"))
@@ -401,7 +401,7 @@ def corpus(photo: bytes) -> list[tuple[bytes, str]]:
     return bodies + [(photo, kind) for kind in kinds]
 
 
-def test_a_malformed_corpus(server, photo):
+def test_malformed_bodies_break_nothing(server, photo):
     """Not one 5xx, the server alive with bounded memory, and the next good request
     answered as before.
     """
@@ -448,7 +448,7 @@ def test_overload_gets_503_without_queueing(exported, photos):
         assert server.post(validation(photos)[0][0]).status == 200
 
 
-def test_a_deadline_and_no_page_if_none_is_wanted(exported):
+def test_a_deadline_ends_a_request_and_no_page_is_shown_if_none_is_wanted(exported):
     with Running(exported, "--slots", "1", "--deadline", "0.05", "--no-ui") as server:
         assert is_problem(server.get("/"), 404)
         reply = server.post(picture("PNG", (5000, 4900), "L"), "image/png")
@@ -522,7 +522,7 @@ def test_sigterm_under_load_loses_nothing(exported, photo):
             time.sleep(0.7)
             begin = time.monotonic()
             assert server.stop() == 0, server.errors
-        took = time.monotonic() - begin
+        seconds = time.monotonic() - begin
         stop.set()
         for thread in threads:
             thread.join(30)
@@ -532,21 +532,23 @@ def test_sigterm_under_load_loses_nothing(exported, photo):
     assert answered[200] == server.errors.count(" invocations 200 ")
     assert "not answered" not in server.errors
     assert answered[200] > 20
-    assert took < 10
+    assert seconds < 10
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert "ending: " in server.errors
 
 
 @pytest.mark.parametrize(
-    "kept", [False, True], ids=["a connection a request", "kept connections"]
+    "keep_alive", [False, True], ids=["a connection a request", "kept connections"]
 )
-def test_clients_that_leave_while_health_fails_are_not_refused(exported, photo, kept):
+def test_clients_that_leave_while_health_fails_are_not_refused(
+    exported, photo, keep_alive
+):
     """Eight clients ask for health before each image, as a load balancer does for them,
     and leave when it is 503.
     """
     failed: list[str] = []
-    left: list[float] = []
+    departures: list[float] = []
     late: Counter[int] = Counter()
     with Running(exported, "--drain", "2") as server:
         ended = threading.Event()
@@ -557,14 +559,14 @@ def test_clients_that_leave_while_health_fails_are_not_refused(exported, photo, 
             )
             try:
                 while (
-                    not left or number % 2
+                    not departures or number % 2
                 ):  # every other one stays 0.7 s longer than the first that left
                     connection.request("GET", "/ping")
                     health = connection.getresponse()
                     health.read()
                     if health.status != 200:
-                        left.append(time.monotonic())
-                        if not number % 2 or time.monotonic() > min(left) + 0.7:
+                        departures.append(time.monotonic())
+                        if not number % 2 or time.monotonic() > min(departures) + 0.7:
                             return
                     connection.request(
                         "POST", "/invocations", photo, {"content-type": "image/jpeg"}
@@ -574,7 +576,7 @@ def test_clients_that_leave_while_health_fails_are_not_refused(exported, photo, 
                     late[answer.status] += ended.is_set()
                     if answer.status != 200:
                         failed.append(str(answer.status))
-                    if not kept:
+                    if not keep_alive:
                         connection.close()
             except (OSError, http.client.HTTPException) as error:
                 failed.append(repr(error))
@@ -593,18 +595,18 @@ def test_clients_that_leave_while_health_fails_are_not_refused(exported, photo, 
         for thread in threads:
             thread.join(20)
         assert server.wait() == 0
-        took = time.monotonic() - begin
+        seconds = time.monotonic() - begin
     assert not failed
     assert late[200] > 8
-    assert min(left) < begin + 1  # health fails at once
-    assert 2 <= took < 15
+    assert min(departures) < begin + 1  # health fails at once
+    assert 2 <= seconds < 15
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGINT]])
 def test_ctrl_c_waits_for_no_load_balancer(exported, signals):
     with Running(exported, "--drain", "60") as server:
-        for each in signals:
-            server.process.send_signal(each)
+        for number in signals:
+            server.process.send_signal(number)
             time.sleep(0.3)
         assert server.wait(20) == 0
 
@@ -650,12 +652,16 @@ def test_the_log_says_what_happened_and_nothing_that_was_sent(exported, photo, f
         line["level"] == "INFO" and datetime.fromisoformat(line["time"]).tzinfo
         for line in lines
     )
-    one, two, three = (line for line in lines if "request" in line)
-    assert (one["request"], one["route"], one["status"]) == ("one", "invocations", 200)
-    assert (two["request"], two["status"]) == ("two", 415)
-    assert (three["route"], three["status"]) == ("other", 404)
-    assert one["ms"] > 0
-    assert "RGB JPEG" in one["message"]
+    first, second, third = (line for line in lines if "request" in line)
+    assert (first["request"], first["route"], first["status"]) == (
+        "one",
+        "invocations",
+        200,
+    )
+    assert (second["request"], second["status"]) == ("two", 415)
+    assert (third["route"], third["status"]) == ("other", 404)
+    assert first["ms"] > 0
+    assert "RGB JPEG" in first["message"]
 
 
 # --------------------------------------------------------------------------------
@@ -667,8 +673,8 @@ def test_wrong_options_are_one_line_errors(refused, exported, tmp_path, command)
         f"export: '{tmp_path}' is not an export: it has no manifest.json."
     )
     assert refused("serve", exported, "--file", "other.onnx").startswith("--file: ")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         message = refused("serve", exported, "--port", port)
     assert (
         message
@@ -714,7 +720,7 @@ def test_the_word_serve_is_sagemakers(command):
     )
 
 
-def test_the_image_for_containers(exported):
+def test_the_image_for_containers_has_a_user_a_fixed_base_and_a_health_check(exported):
     """No docker here: its user and base are read, and its health check is run against a
     server.
     """
@@ -722,15 +728,15 @@ def test_the_image_for_containers(exported):
     instructions = [
         line.split(maxsplit=1) for line in lines if line and not line.startswith("#")
     ]
-    (user,) = (rest for name, rest in instructions if name == "USER")
-    assert all(part.isdecimal() for part in user.split(":")), (
+    (user,) = (arguments for name, arguments in instructions if name == "USER")
+    assert all(number.isdecimal() for number in user.split(":")), (
         "Kubernetes' runAsNonRoot needs a number"
     )
-    bases = [rest for name, rest in instructions if name == "FROM"]
+    bases = [arguments for name, arguments in instructions if name == "FROM"]
     assert all(
         len(base.split(":")[1].split("-")[0].split(".")) == 3 for base in bases
     ), "a tag that moves"
-    (health,) = (rest for name, rest in instructions if name == "HEALTHCHECK")
+    (health,) = (arguments for name, arguments in instructions if name == "HEALTHCHECK")
     program, *argv = json.loads(health.split(" CMD ")[1])
     assert program == "python"
 

@@ -45,16 +45,17 @@ def ping(server: Running) -> tuple[float, int | str]:
     It took as long as the server computed meanwhile, if that is less: on a busy machine
     it waits for its turn too.
     """
-    start, before = time.monotonic(), cpu_seconds(server)
+    start = time.monotonic()
+    before = cpu_seconds(server)
     connection = http.client.HTTPConnection(server.host, server.port, timeout=20)
     try:
         connection.request("GET", "/ping")
-        found: int | str = connection.getresponse().status
+        outcome: int | str = connection.getresponse().status
     except OSError as error:
-        found = type(error).__name__
+        outcome = type(error).__name__
     finally:
         connection.close()
-    return min(time.monotonic() - start, cpu_seconds(server) - before), found
+    return min(time.monotonic() - start, cpu_seconds(server) - before), outcome
 
 
 @pytest.mark.parametrize("kind", attacker.ATTACKS)
@@ -66,16 +67,17 @@ def test_health_checks_under_attack(server, kind):
     )
     try:
         assert process.stdout.readline() == "attacking\n"
-        end, found = time.monotonic() + 1.5, []
+        end = time.monotonic() + 1.5
+        pings = []
         while time.monotonic() < end:
-            found.append(ping(server))
+            pings.append(ping(server))
             time.sleep(0.02)
         assert process.poll() is None
     finally:
         process.kill()
         process.communicate()
-    assert {status for _, status in found} == {200}
-    slowest = sorted(seconds for seconds, _ in found)[-2:]
+    assert {status for _, status in pings} == {200}
+    slowest = sorted(seconds for seconds, _ in pings)[-2:]
     assert slowest[0] < 1, (
         "more than one health check was slow; one may be the machine's own stall"
     )
@@ -118,10 +120,10 @@ def test_the_pixels_of_a_request_are_counted_together(server):
 
 
 @pytest.mark.parametrize(
-    ("options", "most"), [({}, 60), ({"progressive": True, "subsampling": 0}, 400)]
+    ("options", "max_mb"), [({}, 60), ({"progressive": True, "subsampling": 0}, 400)]
 )
 def test_a_photograph_of_48_million_pixels_stays_within_the_memory_of_25(
-    exported, options, most
+    exported, options, max_mb
 ):
     """8000 x 6000, the second mode of most phones. Before, 413. What 25 million pixels
     may take: 400 MB.
@@ -131,9 +133,9 @@ def test_a_photograph_of_48_million_pixels_stays_within_the_memory_of_25(
     with Running(exported, "--slots", "1") as server:
         before = server.memory_mb()
         assert server.post(file.getvalue()).status == 200
-        more = (server.memory_mb("VmHWM") - before) * 2**20 / 1e6
-    print(f"{more:.0f} MB more, {options}")
-    assert more < most
+        used_mb = (server.memory_mb("VmHWM") - before) * 2**20 / 1e6
+    print(f"{used_mb:.0f} MB more, {options}")
+    assert used_mb < max_mb
 
 
 def test_too_little_memory_is_a_503(exported):

@@ -30,7 +30,8 @@ class Target:
     """A server, one kept connection to it, and what it has answered."""
 
     def __init__(self, server: Running) -> None:
-        self.server, self.statuses = server, Counter()
+        self.server = server
+        self.statuses = Counter()
         self._connection = http.client.HTTPConnection(
             server.host, server.port, timeout=20
         )
@@ -49,7 +50,7 @@ class Target:
                 self._connection.close()
         else:
             raise AssertionError("the server closes new connections")
-        return self._seen(response.status)
+        return self._record(response.status)
 
     def raw(self, data: bytes) -> None:
         """Send bytes on a connection of their own and look at the statuses that come
@@ -58,20 +59,20 @@ class Target:
         with socket.create_connection(
             (self.server.host, self.server.port), timeout=20
         ) as connection:
-            found = b""
+            received = b""
             try:
                 connection.sendall(data)
                 connection.settimeout(0.02)
                 while block := connection.recv(65536):
-                    found += block
+                    received += block
             except (TimeoutError, ConnectionError):
                 pass
-        if not found:
+        if not received:
             self.statuses["no answer"] += 1
-        for line in found.split(b"HTTP/1.1 ")[1:]:
-            self._seen(int(line[:3]))
+        for line in received.split(b"HTTP/1.1 ")[1:]:
+            self._record(int(line[:3]))
 
-    def _seen(self, status: int) -> int:
+    def _record(self, status: int) -> int:
         self.statuses[status] += 1
         assert status < 500 or status == 503
         return status
@@ -92,15 +93,15 @@ def server(exported) -> Iterator[Running]:
 
 @pytest.fixture
 def target(server, request, record_property) -> Iterator[Target]:
-    made = Target(server)
-    yield made
-    made.close()
-    record_property("tried", sum(made.statuses.values()))
+    client = Target(server)
+    yield client
+    client.close()
+    record_property("tried", sum(client.statuses.values()))
     print(
-        f"{request.node.name}: {sum(made.statuses.values())} answers,"
-        f" {dict(made.statuses)}"
+        f"{request.node.name}: {sum(client.statuses.values())} answers,"
+        f" {dict(client.statuses)}"
     )
-    assert sum(made.statuses.values()) >= EXAMPLES * 0.9
+    assert sum(client.statuses.values()) >= EXAMPLES * 0.9
 
 
 words = texts("image", "images", "x" * 300)
@@ -136,8 +137,8 @@ documents = st.one_of(
     anything,
 )
 multiparts = st.lists(files, max_size=3).map(
-    lambda parts: (
-        b"".join(b"--x\r\na: b\r\n\r\n" + part + b"\r\n" for part in parts)
+    lambda entries: (
+        b"".join(b"--x\r\na: b\r\n\r\n" + entry + b"\r\n" for entry in entries)
         + b"--x--\r\n"
     )
 )
@@ -177,7 +178,7 @@ queries = st.one_of(
 )
 
 
-def test_bodies_for_invocations(target):
+def test_bodies_for_invocations_give_no_500(target):
     @FUZZ
     @given(requests, values, queries)
     def tried(request, accept, query):
@@ -228,7 +229,7 @@ mutations = st.builds(
 )  # fmt: skip
 
 
-def test_bytes_that_are_nearly_http(target):
+def test_bytes_that_are_nearly_http_give_no_500(target):
     @FUZZ
     @given(st.one_of(pieces, mutations))
     def tried(data):

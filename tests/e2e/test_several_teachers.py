@@ -75,10 +75,8 @@ def test_the_licence_of_each_stands_in_card_chain_and_report(
     run = tmp_path / "runs" / "tiny"
     assert command("train", several).code == 0
     assert command("export", run).code == 0
-    card, reported = (
-        (run / "export" / "README.md").read_text(),
-        command("report", run).out,
-    )
+    card = (run / "export" / "README.md").read_text()
+    reported = command("report", run).out
     cells = {
         tuple(cell.strip() for cell in line.strip("|").split("|"))
         for line in card.splitlines()
@@ -125,7 +123,7 @@ def test_another_weight_is_another_cache(several, command, tmp_path, refused):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["teacher.shard=true"], "teacher.also: does not go with teacher.shard"),
         (["teacher.also=[{weight: 2}]"], "teacher.also[0].model: is missing"),
@@ -141,5 +139,5 @@ def test_another_weight_is_another_cache(several, command, tmp_path, refused):
         ),
     ],
 )
-def test_invalid_further_teachers_are_refused(several, refused, overrides, told):
-    assert refused("train", several, *overrides).startswith(told)
+def test_invalid_further_teachers_are_refused(several, refused, overrides, message):
+    assert refused("train", several, *overrides).startswith(message)

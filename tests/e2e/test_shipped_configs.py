@@ -39,10 +39,11 @@ def noise(root: Path, splits: dict[str, int], classes: int, size: int) -> Path:
     return root
 
 
-def test_cifar10(command, tmp_path, monkeypatch):
+def test_the_configuration_of_cifar10_trains(command, tmp_path, monkeypatch):
     data = noise(tmp_path / "data", {"train": 33, "test": 3}, 10, 32)
     monkeypatch.chdir(ROOT)
-    run, teachers = tmp_path / "runs", tmp_path / "teachers"
+    run = tmp_path / "runs"
+    teachers = tmp_path / "teachers"
     keys = [
         f"data.root={data}",
         "run.steps=2",
@@ -63,7 +64,9 @@ def test_cifar10(command, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", STUDENTS)
-def test_a_teacher_from_a_file_of_another_library(command, tmp_path, monkeypatch, name):
+def test_a_teacher_comes_from_a_file_of_another_library(
+    command, tmp_path, monkeypatch, name
+):
     """The command of the header, with random weights under other names in the place of
     ImageNet's.
     """

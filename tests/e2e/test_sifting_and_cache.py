@@ -21,7 +21,7 @@ VIEWS = ("teacher.cache.views=2", "run.epochs=4", "run.every.log=1")
 
 
 def test_a_sifted_run_reports_what_it_saved(written, command, tmp_path):
-    done = command(
+    answer = command(
         "train",
         written(),
         "run.epochs=6",
@@ -29,12 +29,12 @@ def test_a_sifted_run_reports_what_it_saved(written, command, tmp_path):
         "sifter.keep=0.5",
         "data.batch_size=6",
     )
-    assert done.code == 0, done
+    assert answer.code == 0, answer
     report = (tmp_path / "runs" / "tiny" / "report.md").read_text()
-    assert "## Sifting" in done.out
+    assert "## Sifting" in answer.out
     assert "## Sifting" in report
-    kept = re.findall(r"^\| \d +\| +36 \| +(\d+) \|", report, re.MULTILINE)
-    assert kept == ["36", "18", "18", "18", "18", "18"]
+    counts = re.findall(r"^\| \d +\| +36 \| +(\d+) \|", report, re.MULTILINE)
+    assert counts == ["36", "18", "18", "18", "18", "18"]
     assert (
         "(cold)" in report
     )  # the only full epoch is the first, which a warm one cannot be compared with
@@ -58,32 +58,32 @@ def test_a_filled_cache_runs_no_teacher(written, command, tmp_path):
     ]
     assert sum(row["outputs"] for row in costs) == 72
     spent = sum(row["cpu_seconds"] for row in costs)
-    found = json.loads((tmp_path / "runs" / "tiny" / "manifest.json").read_text())[
+    at_hand = json.loads((tmp_path / "runs" / "tiny" / "manifest.json").read_text())[
         "at_hand"
     ]
-    assert found == {
+    assert at_hand == {
         "outputs": 72,
         "cpu_seconds": pytest.approx(spent),
     }  # what was stored earlier was not for nothing
     (cache / "costs.jsonl").unlink()
     assert command("train", written(), *VIEWS, "run.name=again").code == 0
-    found = json.loads((tmp_path / "runs" / "again" / "manifest.json").read_text())[
+    at_hand = json.loads((tmp_path / "runs" / "again" / "manifest.json").read_text())[
         "at_hand"
     ]
-    assert found == {"outputs": 72, "cpu_seconds": None}
+    assert at_hand == {"outputs": 72, "cpu_seconds": None}
     shutil.rmtree(cache)
     assert command("train", written(), *VIEWS).code == 0  # of a run that has ended
-    found = json.loads((tmp_path / "runs" / "tiny" / "manifest.json").read_text())[
+    at_hand = json.loads((tmp_path / "runs" / "tiny" / "manifest.json").read_text())[
         "at_hand"
     ]
-    assert found == {"outputs": 72, "cpu_seconds": pytest.approx(spent)}
+    assert at_hand == {"outputs": 72, "cpu_seconds": pytest.approx(spent)}
 
 
 def test_another_run_s_cache_is_refused_by_name(written, command, refused, tmp_path):
     path = f"teacher.cache.path={tmp_path / 'cache'}"
     assert command("cache", written(), *VIEWS, path).code == 0
-    told = refused("train", written(), *VIEWS, path, "run.seed=1", "run.name=other")
-    assert "was made with another seed (0; this run has 1)" in told
+    error = refused("train", written(), *VIEWS, path, "run.seed=1", "run.name=other")
+    assert "was made with another seed (0; this run has 1)" in error
 
 
 @pytest.mark.slow
@@ -140,8 +140,8 @@ def test_beside_another_writer_a_run_reads_and_kd_cache_waits_for_its_turn(
         stdout=subprocess.DEVNULL,
     )
     os.truncate(folder / "view_0001.logits", 0)
-    with (folder / ".lock").open("a") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         line = refused("cache", written(), *argv)
         assert line.startswith(
             f"teacher.cache.path: '{folder}' is being written by another run, or may"

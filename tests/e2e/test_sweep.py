@@ -44,7 +44,8 @@ def killed_when(
     folder: Path, moment: Callable[[Path], object], axes: Sequence[str] = AXES
 ) -> None:
     """Start the sweep, and kill it and its trials once `moment` is true."""
-    process, until = started(folder, axes), time.monotonic() + PATIENCE
+    process = started(folder, axes)
+    until = time.monotonic() + PATIENCE
     try:
         while not moment(folder / "runs" / "tiny_sweep"):
             assert process.poll() is None, (folder / "out.txt").read_text()
@@ -131,19 +132,21 @@ def test_killed_three_times_the_table_is_the_same(photos, tmp_path):
     ]
     assert facts[0].keys() == facts[1].keys()
     for name, trial in facts[0].items():
-        other = facts[1][name]
+        killed_trial = facts[1][name]
         assert (trial.values, trial.params, trial.intermediate_values) == (
-            other.values,
-            other.params,
-            other.intermediate_values,
+            killed_trial.values,
+            killed_trial.params,
+            killed_trial.intermediate_values,
         )
-        assert other.user_attrs.items() >= trial.user_attrs.items()
+        assert killed_trial.user_attrs.items() >= trial.user_attrs.items()
     assert sum("continues" in trial.user_attrs for trial in facts[1].values()) >= 2
     # one teacher and one cache for the trials; each fresh seed has views, and so a
     # cache, of its own
     assert len(list((calm.parent / "caches").iterdir())) == 3
     assert (
-        len([one for one in (calm.parents[1] / "teachers").iterdir() if one.is_dir()])
+        len(
+            [path for path in (calm.parents[1] / "teachers").iterdir() if path.is_dir()]
+        )
         == 1
     )
     by_values = {
@@ -189,7 +192,8 @@ def test_two_processes_share_the_trials_and_prune_the_hopeless_one(photos, tmp_p
     assert all(": accuracy " in text or "pruned at" in text for text in texts), (
         "each trained some"
     )
-    sweep, url = tmp_path / "runs" / "tiny_sweep", f"sqlite:///{tmp_path / 'trials.db'}"
+    sweep = tmp_path / "runs" / "tiny_sweep"
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
     good = [
         trial.params["optimizer.lr"] for trial in ended(url) if len(trial.params) == 1
     ]
@@ -219,8 +223,8 @@ def test_a_range_is_searched_for_a_front_and_goes_on(photos, tmp_path, monkeypat
         "optimizer.lr=loguniform(1e-4,1e-2)",
         "student.args.depth=integers(1,3)",
     ]
-    found = kd.sweep(*words, trials=2, objectives="accuracy,ms,mb", sampler="random")
-    study = found.study
+    result = kd.sweep(*words, trials=2, objectives="accuracy,ms,mb", sampler="random")
+    study = result.study
     assert [direction.name for direction in study.directions] == [
         "MAXIMIZE",
         "MINIMIZE",
@@ -234,18 +238,18 @@ def test_a_range_is_searched_for_a_front_and_goes_on(photos, tmp_path, monkeypat
         assert 1e-4 <= trial.params["optimizer.lr"] <= 1e-2
         assert 0.01 < mb < 1
     best = {trial.user_attrs["trial"] for trial in study.best_trials}
-    marked = {row["trial"] for row in found.rows if row["frontier"]}
+    marked = {row["trial"] for row in result.rows if row["frontier"]}
     assert best
     assert marked, "by times of all models in turns"
     assert len(study.trials_dataframe()) == 2
     values = [trial.values for trial in study.trials]
     again = kd.sweep(*words, trials=3, objectives="accuracy,ms,mb", sampler="random")
-    assert {row["trial"] for row in again.rows} > {row["trial"] for row in found.rows}
+    assert {row["trial"] for row in again.rows} > {row["trial"] for row in result.rows}
     assert [trial.values for trial in again.study.trials][:2] == values, (
         "not trained again"
     )
     assert len(again.study.trials) == 3
     assert (
-        max(count for counter in evaluated(found.folder) for count in counter.values())
+        max(count for counter in evaluated(result.folder) for count in counter.values())
         == 1
     )

@@ -34,15 +34,15 @@ def test_two_students_are_compared_and_after_a_kill_alike(
     Path("tiny.yaml").write_text(yaml.safe_dump(settings))
     killed_when(tmp_path, ended, [STUDENTS])
     folder = Path("runs", "tiny_sweep")
-    (done,) = (trial.user_attrs for trial in ended(folder))
-    found = kd.sweep("tiny.yaml", STUDENTS)
-    assert found.text == (folder / "sweep.md").read_text().rstrip()
+    (finished,) = (trial.user_attrs for trial in ended(folder))
+    result = kd.sweep("tiny.yaml", STUDENTS)
+    assert result.text == (folder / "sweep.md").read_text().rstrip()
     assert (
-        next(row for row in found.rows if row["trial"] == done["trial"]).items()
-        >= done.items()
+        next(row for row in result.rows if row["trial"] == finished["trial"]).items()
+        >= finished.items()
     )
-    costs = found.study.user_attrs["costs"]["costs"]
-    for row in found.rows:
+    costs = result.study.user_attrs["costs"]["costs"]
+    for row in result.rows:
         run = folder / row["trial"]
         manifest = json.loads((run / "manifest.json").read_text())
         assert costs[row["trial"]] == {
@@ -57,18 +57,18 @@ def test_two_students_are_compared_and_after_a_kill_alike(
         )
         line = next(
             line
-            for line in found.text.splitlines()
+            for line in result.text.splitlines()
             if f"{row['parameters']:,} " in line
         )
         assert f" {row['ms']:.3g} " in line
         assert ("frontier" in line) == row["frontier"]
-    assert min(found.rows, key=lambda row: row["ms"])["frontier"]
+    assert min(result.rows, key=lambda row: row["ms"])["frontier"]
     drawn = (folder / "frontier.svg").read_text()
     symbols = re.search(r'class="mark-symbol role-mark[^>]*>(.*?)</g>', drawn)
     assert symbols
     assert (
-        symbols[1].count("<path") == 2 * len(found.rows) + 1
+        symbols[1].count("<path") == 2 * len(result.rows) + 1
     )  # with labels only, and the teacher
     assert costs["teacher"]["parameters"] == manifest["parameters"]["teacher"]
-    assert kd.sweep("tiny.yaml", STUDENTS).text == found.text
+    assert kd.sweep("tiny.yaml", STUDENTS).text == result.text
     assert (folder / "frontier.svg").read_text() == drawn

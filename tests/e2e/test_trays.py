@@ -38,20 +38,20 @@ def paint(root: Path) -> None:
     for split, count in (("train", 40), ("val", 40)):
         lines = ["file,labels"]
         for number in range(count):
-            there = rng.random(3) < 0.5
-            pixels = rng.integers(0, 120, (20, 20, 3), np.uint8) + 100 * there.astype(
+            shows = rng.random(3) < 0.5
+            pixels = rng.integers(0, 120, (20, 20, 3), np.uint8) + 100 * shows.astype(
                 np.uint8
             )
             name = f"{split}_{number}.jpg"
             Image.fromarray(pixels).save(root / name, quality=90)
             lines.append(
-                f"{name},{'|'.join(name for name, one in zip(CLASSES, there, strict=True) if one)}"
+                f"{name},{'|'.join(name for name, present in zip(CLASSES, shows, strict=True) if present)}"
             )
         (root / f"{split}.csv").write_text("\n".join(lines))
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> dict:
+def configuration(tmp_path_factory) -> dict:
     """A configuration: a teacher to fit, a cache, mixup, a sifter, the labels-only
     baseline.
     """
@@ -94,9 +94,9 @@ def made(tmp_path_factory) -> dict:
 
 
 @pytest.fixture(scope="module")
-def trays(made) -> Path:
+def trays(configuration) -> Path:
     """The finished run with its export. Do not write into it."""
-    folder = train(config.load(made)).folder
+    folder = train(config.load(configuration)).folder
     export(folder, options=ExportOptions(int8=True))
     return folder
 
@@ -114,12 +114,12 @@ def test_the_run_says_map_and_f1_wherever_it_says_how_good_it_is(trays, command)
     assert best["map"] > 0.8, best  # guessing has 0.5
     assert best["teacher_map"] > 0.9, best
     report = " ".join((trays / "report.md").read_text().split())
-    shown = (
+    pattern = (
         rf"{100 * best['map']:.1f} % \([\d.]+ to [\d.]+\) \|"
         rf" {100 * best['f1_macro']:.1f} % \("
     )
     assert "| mAP | F1 (macro) | F1 (micro) |" in report
-    assert re.search(shown, report)
+    assert re.search(pattern, report)
     assert "student, labels only" in report
     assert "(labels in common, of those that either gives)" in report
     page = command("report", trays)
@@ -130,11 +130,15 @@ def test_the_run_says_map_and_f1_wherever_it_says_how_good_it_is(trays, command)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_same_bits_with_cache_sifter_and_mixup(trays, made):
-    again = merged(made, {"run": {"name": "again", "baseline": False}})
-    whole = kd.train(again).folder
-    expected = load_file(max((whole / "checkpoints").iterdir()) / "tensors.safetensors")
-    for folder in sorted((whole / "checkpoints").iterdir())[1:]:
+def test_a_resumed_run_has_the_same_bits_with_cache_sifter_and_mixup(
+    trays, configuration
+):
+    again = merged(configuration, {"run": {"name": "again", "baseline": False}})
+    uninterrupted = kd.train(again).folder
+    expected = load_file(
+        max((uninterrupted / "checkpoints").iterdir()) / "tensors.safetensors"
+    )
+    for folder in sorted((uninterrupted / "checkpoints").iterdir())[1:]:
         shutil.rmtree(folder)
     resumed = load_file(
         max((kd.train(again).folder / "checkpoints").iterdir()) / "tensors.safetensors"
@@ -149,11 +153,11 @@ def test_a_resumed_run_has_the_same_bits_with_cache_sifter_and_mixup(trays, made
 
 def test_the_manifest_has_a_threshold_for_each_class(trays):
     manifest = json.loads((trays / "export/manifest.json").read_text())
-    found = manifest["output"]["thresholds"]
-    assert tuple(found) == CLASSES
+    thresholds = manifest["output"]["thresholds"]
+    assert tuple(thresholds) == CLASSES
     assert all(
-        0 < one["threshold"] < 1 and one["chosen"] and one["images"] >= 10
-        for one in found.values()
+        0 < entry["threshold"] < 1 and entry["chosen"] and entry["images"] >= 10
+        for entry in thresholds.values()
     )
     assert (
         json.loads((trays / "export/config.json").read_text())["problem_type"]
@@ -166,13 +170,14 @@ def test_the_manifest_has_a_threshold_for_each_class(trays):
 
 
 def test_endpoint_and_kd_predict_return_labels_above_thresholds(
-    trays, made, command, tmp_path
+    trays, configuration, command, tmp_path
 ):
-    folder, root = trays / "export", Path(made["data"]["root"])
+    folder = trays / "export"
+    root = Path(configuration["data"]["root"])
     photos = sorted(root.glob("val_*.jpg"))[:12]
     limits = [
-        one["threshold"]
-        for one in json.loads((folder / "manifest.json").read_text())["output"][
+        entry["threshold"]
+        for entry in json.loads((folder / "manifest.json").read_text())["output"][
             "thresholds"
         ].values()
     ]
@@ -207,24 +212,24 @@ def test_endpoint_and_kd_predict_return_labels_above_thresholds(
     scored = list(csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text())))
     assert list(scored[0]) == [*rows[0], *(f"score:{name}" for name in CLASSES)]
     with Running(folder) as server:
-        for photo, crop, row, line, whole in zip(
+        for photo, crop, row, line, scored_row in zip(
             photos, crops, predicted, rows, scored, strict=True
         ):
-            (found,) = server.post(photo.read_bytes()).json["predictions"]
-            said = {pair["label"]: pair["score"] for pair in found["labels"]}
-            assert line["labels"] == "|".join(said)
-            assert row["labels"] == found["labels"]
-            scores = {pair["label"]: pair["score"] for pair in found["top"]}
+            (prediction,) = server.post(photo.read_bytes()).json["predictions"]
+            returned = {pair["label"]: pair["score"] for pair in prediction["labels"]}
+            assert line["labels"] == "|".join(returned)
+            assert row["labels"] == prediction["labels"]
+            scores = {pair["label"]: pair["score"] for pair in prediction["top"]}
             assert scores == {
-                name: float(whole.pop(f"score:{name}")) for name in CLASSES
+                name: float(scored_row.pop(f"score:{name}")) for name in CLASSES
             }
-            assert whole == line
+            assert scored_row == line
             above = [
                 name
                 for name, limit in zip(CLASSES, limits, strict=True)
                 if scores[name] > limit
             ]
-            assert sorted(said) == sorted(above)
+            assert sorted(returned) == sorted(above)
             (logits,) = session.run(None, {"image": crop.transpose(2, 0, 1)[None]})[
                 0
             ].astype(np.float64)
@@ -235,8 +240,9 @@ def test_endpoint_and_kd_predict_return_labels_above_thresholds(
         assert server.stop() == 0
 
 
-def test_each_label_says_whether_it_is_sure(trays, made, command, tmp_path):
-    folder, some = tmp_path / "export", tmp_path / "some"
+def test_each_label_says_whether_it_is_sure(trays, configuration, command, tmp_path):
+    folder = tmp_path / "export"
+    photos = tmp_path / "some"
     answer = command("export", trays, "--to", folder, "--defer-share", "0.4")
     assert answer.code == 0, answer
     bands = json.loads((folder / "manifest.json").read_text())["output"]["defer"][
@@ -244,12 +250,14 @@ def test_each_label_says_whether_it_is_sure(trays, made, command, tmp_path):
     ]
     assert "most of its sure but wrong predictions are about" in answer.out
     assert "- model.onnx: passes" in (folder / "README.md").read_text()
-    some.mkdir()
-    for photo in sorted(Path(made["data"]["root"]).glob("val_*.jpg")):
-        shutil.copy(photo, some)
+    photos.mkdir()
+    for photo in sorted(Path(configuration["data"]["root"]).glob("val_*.jpg")):
+        shutil.copy(photo, photos)
     for file in ("all.jsonl", "all.csv", "all.parquet"):
         assert (
-            command("predict", folder, some, "--to", tmp_path / file, "--top", "0").code
+            command(
+                "predict", folder, photos, "--to", tmp_path / file, "--top", "0"
+            ).code
             == 0
         )
     rows = [
@@ -259,24 +267,29 @@ def test_each_label_says_whether_it_is_sure(trays, made, command, tmp_path):
     stored = pyarrow.parquet.read_table(tmp_path / "all.parquet").to_pylist()
     flags = set()
     with Running(folder) as server:
-        for photo, row, line, kept in zip(
-            sorted(some.iterdir()), rows, lines, stored, strict=True
+        for photo, row, line, stored_row in zip(
+            sorted(photos.iterdir()), rows, lines, stored, strict=True
         ):
-            (found,) = server.post(photo.read_bytes()).json["predictions"]
-            for one in found["top"]:
-                low, high = bands[one["label"]]["low"], bands[one["label"]]["high"]
+            (prediction,) = server.post(photo.read_bytes()).json["predictions"]
+            for entry in prediction["top"]:
+                low = bands[entry["label"]]["low"]
+                high = bands[entry["label"]]["high"]
                 at_edge = (
-                    min(abs(one["score"] - low), abs(one["score"] - high)) < 1e-5
+                    min(abs(entry["score"] - low), abs(entry["score"] - high)) < 1e-5
                 )  # it is rounded to 6 digits
-                assert at_edge or one["sure"] == (not low < one["score"] < high), one
-            assert found["sure"] == all(one["sure"] for one in found["top"])
-            assert (
-                {key: row[key] for key in found}
-                == found
-                == {key: kept[key] for key in found}
+                assert at_edge or entry["sure"] == (not low < entry["score"] < high), (
+                    entry
+                )
+            assert prediction["sure"] == all(
+                entry["sure"] for entry in prediction["top"]
             )
-            assert line["sure"] == str(found["sure"]).lower()
-            flags.add(found["sure"])
+            assert (
+                {key: row[key] for key in prediction}
+                == prediction
+                == {key: stored_row[key] for key in prediction}
+            )
+            assert line["sure"] == str(prediction["sure"]).lower()
+            flags.add(prediction["sure"])
         table = server.post(photo.read_bytes(), accept="text/csv")
         assert table.body.decode().strip().rpartition(",")[2] == line["sure"]
         assert server.stop() == 0
@@ -284,14 +297,14 @@ def test_each_label_says_whether_it_is_sure(trays, made, command, tmp_path):
 
 
 @pytest.mark.slow
-def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
-    root = Path(made["data"]["root"])
+def test_labels_may_be_withheld_or_some_may_lack(trays, configuration, tmp_path):
+    root = Path(configuration["data"]["root"])
     content = dict(
         line.split(",") for line in (root / "train.csv").read_text().splitlines()[1:]
     )
-    some = {name: text.split("|") if text else [] for name, text in content.items()}
+    labels = {name: text.split("|") if text else [] for name, text in content.items()}
     (tmp_path / "some.json").write_text(
-        json.dumps(some | dict.fromkeys(list(some)[:10]))
+        json.dumps(labels | dict.fromkeys(list(labels)[:10]))
     )
     teacher = {"model": str(trays / "export"), "args": {}, "fit": {"epochs": 0}}
     short = {
@@ -299,28 +312,32 @@ def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
         "teacher": teacher,
     }
     withheld = merged(
-        merged(made, short), {"run": {"name": "none"}, "data": {"labels": "none"}}
+        merged(configuration, short),
+        {"run": {"name": "none"}, "data": {"labels": "none"}},
     )
     run = train(config.load({**withheld, "losses": [{"kind": "binary_kl"}]}))
     assert {"kl", "agreement"} <= run.metrics.keys()
     assert "map" not in run.metrics
     export(run.folder, options=ExportOptions())
     manifest = json.loads((run.folder / "export/manifest.json").read_text())
-    assert [one["threshold"] for one in manifest["output"]["thresholds"].values()] == [
-        0.5
-    ] * 3
+    assert [
+        entry["threshold"] for entry in manifest["output"]["thresholds"].values()
+    ] == [0.5] * 3
     assert (
         "mAP" not in manifest["parity"]["model.onnx"]
     )  # PyTorch's own answers are no labels
-    known = verify(
+    verdict = verify(
         VerifyOptions(export=run.folder / "export", data=str(root), run=run.folder)
     )
-    assert [row.what for row in known.rows if row.verdict == WRONG] == []
-    part = {"labels": "some", "train_labels": str(tmp_path / "some.json")}
+    assert [row.what for row in verdict.rows if row.verdict == WRONG] == []
+    partly = {"labels": "some", "train_labels": str(tmp_path / "some.json")}
     assert (
         train(
             config.load(
-                merged(merged(made, short), {"run": {"name": "some"}, "data": part})
+                merged(
+                    merged(configuration, short),
+                    {"run": {"name": "some"}, "data": partly},
+                )
             )
         ).metrics["map"]
         > 0.5
@@ -345,23 +362,23 @@ def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
         (["teacher.cache.topk=2"], "teacher.cache.topk: "),
     ],
 )
-def test_options_for_one_label_are_refused_with_several(made, changes, words):
+def test_options_for_one_label_are_refused_with_several(configuration, changes, words):
     with pytest.raises(KdError, match=f"^{words}"):
-        config.load(made, changes)
+        config.load(configuration, changes)
 
 
 def test_a_teacher_of_one_label_does_not_teach_several_and_the_other_way_round(
-    made, settings, teacher, trays
+    configuration, settings, teacher, trays
 ):
-    one = merged(
-        made,
+    single = merged(
+        configuration,
         {
             "run": {"name": "wrong"},
             "teacher": {"model": str(teacher), "args": {}, "fit": {"epochs": 0}},
         },
     )
     with pytest.raises(ModelError, match="trained for one label per image"):
-        train(config.load(one))
+        train(config.load(single))
     for kind, model in (
         ("timm", trays / "export"),
         ("onnx", trays / "export/model.onnx"),

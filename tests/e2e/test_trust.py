@@ -60,7 +60,8 @@ def touched(tmp_path, monkeypatch) -> Iterator[Path]:
 
 def test_a_teacher_that_is_code_is_not_built(run, edited, command, refused, tmp_path):
     """The command ran, the exit code was 0, and a page was written."""
-    page, file = run / "report.html", tmp_path / "touched"
+    page = run / "report.html"
+    file = tmp_path / "touched"
     teacher = {
         "kind": "torch",
         "model": "os:system",
@@ -72,9 +73,9 @@ def test_a_teacher_that_is_code_is_not_built(run, edited, command, refused, tmp_
     assert "teacher.kind: is 'torch', so that 'os:system' would run" in html.unescape(
         page.read_text()
     )
-    told = refused("evaluate", run)
-    assert told.startswith("teacher.kind: is 'torch', so that 'os:system' would run.")
-    assert "--trust" in told
+    error = refused("evaluate", run)
+    assert error.startswith("teacher.kind: is 'torch', so that 'os:system' would run.")
+    assert "--trust" in error
     assert (
         command("export", run, "--no-onnx").code == 0
     )  # the student is no code, and the teacher is not built
@@ -111,9 +112,9 @@ def test_no_module_is_imported(sections, run, edited, refused, touched):
         ("evaluate", run),
         ("export", run),
     ):
-        told = refused(*words)
-        assert "names the module 'foreign.part'" in told
-        assert "--trust" in told
+        error = refused(*words)
+        assert "names the module 'foreign.part'" in error
+        assert "--trust" in error
     assert not touched.exists()
     assert "--trust" not in refused(
         "report", run, "--trust"
@@ -122,11 +123,11 @@ def test_no_module_is_imported(sections, run, edited, refused, touched):
 
 
 def test_no_module_of_a_baseline_is_imported(run, edited, command, touched):
-    whole = Path(shutil.copytree(run, run.parent / "whole"))
+    complete = Path(shutil.copytree(run, run.parent / "whole"))
     edited(losses={"kind": "foreign.part"})
-    shutil.copytree(run, whole / "labels_only")
+    shutil.copytree(run, complete / "labels_only")
     answer = command(
-        "report", whole, "--images", "5"
+        "report", complete, "--images", "5"
     )  # what it is follows from the run's own configuration
     assert answer.code == 0, answer
     assert not touched.exists()
@@ -151,10 +152,11 @@ def test_other_images_than_the_recorded_ones_are_not_read(
     """A stranger's config.yaml named a folder of ours, and its photographs were on the
     page.
     """
-    other, page = tmp_path / "private", run / "report.html"
-    shutil.copytree(photos, other)
-    min((other / "val").rglob("*.jpg")).unlink()
-    edited(data={"root": str(other)})
+    private = tmp_path / "private"
+    page = run / "report.html"
+    shutil.copytree(photos, private)
+    min((private / "val").rglob("*.jpg")).unlink()
+    edited(data={"root": str(private)})
     for recorded in (True, False):
         assert command("report", run).code == 0
         assert "the images are not those that the run recorded" in page.read_text()
@@ -164,7 +166,10 @@ def test_other_images_than_the_recorded_ones_are_not_read(
         manifest = json.loads((run / "manifest.json").read_text())
         assert bool(manifest.pop("data", "")) == recorded
         (run / "manifest.json").write_text(json.dumps(manifest))
-    for words in (("report", run, f"data.root={other}"), ("evaluate", run, "--trust")):
+    for words in (
+        ("report", run, f"data.root={private}"),
+        ("evaluate", run, "--trust"),
+    ):
         assert command(*words).code == 0
     assert "the images are not those" not in page.read_text()
 
@@ -173,7 +178,8 @@ def test_links_out_of_the_folder_are_not_followed(
     run, edited, photos, command, refused, tmp_path
 ):
     """Its size, which the content hash holds, may be known to whoever made the link."""
-    images, page = tmp_path / "images", run / "report.html"
+    images = tmp_path / "images"
+    page = run / "report.html"
     shutil.copytree(photos, images)
     first, second, *_ = sorted((images / "val").rglob("*.jpg"))
     first.rename(tmp_path / "secret.jpg")

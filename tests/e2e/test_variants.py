@@ -30,7 +30,7 @@ def brief(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("brief")
-def test_the_table_and_the_pick(distilled, command, tmp_path):
+def test_a_comparison_writes_a_table_and_a_pick(distilled, command, tmp_path):
     target = tmp_path / "student"
     answer = command(
         "export", distilled, "--to", target, "--compare", "--accept", "drop<=20"
@@ -48,16 +48,16 @@ def test_the_table_and_the_pick(distilled, command, tmp_path):
         " loads" in answer.out
     )
     parity = manifest["parity"]
-    for name, one in manifest["variants"].items():
-        seen = one["speed"]["1"]
+    for name, measured in manifest["variants"].items():
+        speed = measured["speed"]["1"]
         assert (
-            0 < parity[name]["cpu_ms"] < seen["p50_ms"] <= seen["p99_ms"]
+            0 < parity[name]["cpu_ms"] < speed["p50_ms"] <= speed["p99_ms"]
         )  # a client waits for the graph, and more
-        assert seen["memory_mb"] > 30
-        assert one["bytes"] == manifest["files"][name]["bytes"]
-        assert (one["score"], one["images"]) == (parity[name]["accuracy"], 13)
-        assert one["interval"][0] < one["score"] <= one["interval"][1]
-        assert one["agreement"] == parity[name]["same_top1"] / 13
+        assert speed["memory_mb"] > 30
+        assert measured["bytes"] == manifest["files"][name]["bytes"]
+        assert (measured["score"], measured["images"]) == (parity[name]["accuracy"], 13)
+        assert measured["interval"][0] < measured["score"] <= measured["interval"][1]
+        assert measured["agreement"] == parity[name]["same_top1"] / 13
     row = next(
         line for line in answer.out.splitlines() if line.startswith("| model.int8.onnx")
     )
@@ -79,7 +79,7 @@ def test_invalid_limits_and_numbers_are_refused(distilled, command, wrong):
     assert (answer.code, len(answer.err.splitlines())) == (2, 1)
 
 
-def test_vectors_for_the_teachers_index(embedded, command, tmp_path):
+def test_vectors_are_mapped_for_the_teachers_index(embedded, command, tmp_path):
     target = tmp_path / "student"
     answer = command("export", embedded, "--to", target, "--index")
     assert answer.code == 0, answer
@@ -107,9 +107,11 @@ def test_vectors_for_the_teachers_index(embedded, command, tmp_path):
         for key in ("mean", "std")
     )
     with torch.no_grad():
-        own = network((torch.from_numpy(images) / 255 - mean) / std)
-    assert torch.allclose(F.normalize(own, dim=1), plain, atol=1e-5)
-    assert torch.allclose(F.normalize(own @ weight.T + bias, dim=1), mapped, atol=1e-5)
+        vectors = network((torch.from_numpy(images) / 255 - mean) / std)
+    assert torch.allclose(F.normalize(vectors, dim=1), plain, atol=1e-5)
+    assert torch.allclose(
+        F.normalize(vectors @ weight.T + bias, dim=1), mapped, atol=1e-5
+    )
     assert not [
         name for name in load_file(target / "model.safetensors") if "project" in name
     ]
@@ -143,13 +145,13 @@ def test_timmx_takes_an_export_over(exported, photos, tmp_path):
         output=str(tmp_path / "student.pt2"),
     )
     image = np.random.default_rng(0).integers(0, 256, (1, 3, 16, 16), np.uint8)
-    found = (
+    actual = (
         torch.export.load(path).module()(torch.from_numpy(image) / 255).detach().numpy()
     )
     (expected,) = onnxruntime.InferenceSession(exported / "model.onnx").run(
         None, {"image": image}
     )
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_a_killed_export_leaves_no_server(exported):

@@ -23,13 +23,13 @@ def brief(monkeypatch) -> None:
 def test_real_exports_are_right(exported, distilled, embedded, photos, command):
     for folder, run in ((exported, distilled), (embedded / "export", embedded)):
         answer = command("verify", folder, "--data", photos, "--run", run, "--json")
-        found = json.loads(answer.out)
+        report = json.loads(answer.out)
         assert answer.code == 0, [
-            row for row in found["rows"] if row["verdict"] == "WRONG"
+            row for row in report["rows"] if row["verdict"] == "WRONG"
         ]
-        assert "; wrong: 0; not checked: " in found["verdict"]
-        right = {row["what"] for row in found["rows"] if row["verdict"] == "right"}
-        shown = (
+        assert "; wrong: 0; not checked: " in report["verdict"]
+        right = {row["what"] for row in report["rows"] if row["verdict"] == "right"}
+        places = (
             "chain/teacher",
             "chain/student/weights",
             "images.csv/choice",
@@ -37,7 +37,7 @@ def test_real_exports_are_right(exported, distilled, embedded, photos, command):
             "name",
             "about/data/hash",
         )
-        assert not {*shown, "kd.json/metrics", "scores/split"} - right
+        assert not {*places, "kd.json/metrics", "scores/split"} - right
     answer = command("verify", exported)
     assert answer.code == 0
     assert "teacher  " in answer.out
@@ -45,11 +45,11 @@ def test_real_exports_are_right(exported, distilled, embedded, photos, command):
     assert command("verify", exported, "--strict").code == 1
 
 
-def test_an_export_of_the_teacher(distilled, photos, command, tmp_path):
-    made = export(
+def test_an_export_of_the_teacher_is_right(distilled, photos, command, tmp_path):
+    folder = export(
         distilled, tmp_path / "teacher", ExportOptions(calibrate=False), teacher=True
     ).folder
-    answer = command("verify", made, "--data", photos, "--run", distilled)
+    answer = command("verify", folder, "--data", photos, "--run", distilled)
     assert answer.code == 0, answer
 
 
@@ -93,16 +93,16 @@ def test_claims_that_the_run_contradicts_are_wrong(
         else:
             liar.set(path, value)
     liar.rows(
-        lambda rows: [[a, b, known, "apple"] for a, b, known, *_ in rows]
+        lambda rows: [[a, b, truth, "apple"] for a, b, truth, *_ in rows]
     )  # all sorted into one folder
     liar.redraw()
     liar.reseal()
     answer = command("verify", liar.folder, "--run", run, "--json")
     assert answer.code == 1
     wrong = [
-        one["what"]
-        for one in json.loads(answer.out)["rows"]
-        if one["verdict"] == "WRONG"
+        row["what"]
+        for row in json.loads(answer.out)["rows"]
+        if row["verdict"] == "WRONG"
     ]
     assert not {row for _, row in LIES.values()} - {*wrong}
     assert "images.csv/choice" in wrong
@@ -114,7 +114,7 @@ def test_a_renamed_run_is_the_same_run(exported, distilled, photos, command, tmp
     answer = command("verify", exported, "--run", run, "--json")
     rows = {row["what"]: row["verdict"] for row in json.loads(answer.out)["rows"]}
     assert answer.code == 0, [
-        what for what, verdict in rows.items() if verdict == "WRONG"
+        name for name, verdict in rows.items() if verdict == "WRONG"
     ]
     assert (rows["chain/student/run"], rows["chain/student/step"]) == (
         "not checked",
@@ -138,7 +138,9 @@ def test_an_invented_score_is_wrong_beside_the_run_and_whole_in_json(
     assert max(len(row["claimed"]) for row in rows) > 100
 
 
-def test_bad_input(refused, command, exported, distilled, photos, tmp_path):
+def test_what_is_no_export_or_no_run_is_refused(
+    refused, command, exported, distilled, photos, tmp_path
+):
     answer = command("verify", distilled, "--data", photos)
     assert answer.code == 3
     assert "is not an export: manifest.json is missing" in answer.err

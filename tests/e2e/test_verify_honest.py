@@ -82,15 +82,15 @@ def verdicts(command, folder: Path, images: Path, run: Path) -> dict[str, str]:
     return {row["what"]: row["verdict"] for row in rows}
 
 
-def test_pictures_that_only_training_reads(mixed, pictures, command):
-    found = verdicts(command, mixed / "export", pictures, mixed)
+def test_pictures_that_only_training_reads_are_right(mixed, pictures, command):
+    rows = verdicts(command, mixed / "export", pictures, mixed)
     right = (
         "parity/model.onnx/correct",
         "input/crop",
         "images.csv/times",
         "images.csv/choice",
     )
-    assert [found[what] for what in right] == ["right"] * len(right)
+    assert [rows[place] for place in right] == ["right"] * len(right)
 
 
 def test_nothing_but_json_is_printed(mixed, command):
@@ -100,25 +100,26 @@ def test_nothing_but_json_is_printed(mixed, command):
     assert "1 file is not read" in answer.err
 
 
-def test_a_run_without_labels(photos, teacher, command, tmp_path):
+def test_an_export_of_a_run_without_labels_is_right(photos, teacher, command, tmp_path):
     run = trained(
         photos, teacher, tmp_path, data={"labels": "none"}, losses=[{"kind": "cosine"}]
     )
-    made = export(run, options=ExportOptions(int8=True)).folder
-    assert json.loads((made / "manifest.json").read_text())["about"]["labels"] == []
-    found = verdicts(command, made, photos, run)
+    folder = export(run, options=ExportOptions(int8=True)).folder
+    assert json.loads((folder / "manifest.json").read_text())["about"]["labels"] == []
+    rows = verdicts(command, folder, photos, run)
     right = ("parity/model.onnx/cosine", "images.csv/choice", "about/data/hash")
-    assert [found[what] for what in right] == ["right"] * len(right)
+    assert [rows[place] for place in right] == ["right"] * len(right)
 
 
 def test_the_parameters_of_an_encoder_are_those_of_its_weights(
     embedded, photos, command, tmp_path
 ):
-    made = export(embedded, tmp_path / "export", ExportOptions(index=True)).folder
+    folder = export(embedded, tmp_path / "export", ExportOptions(index=True)).folder
     count = sum(
-        tensor.numel() for tensor in load_file(made / "model.safetensors").values()
+        tensor.numel() for tensor in load_file(folder / "model.safetensors").values()
     )
     assert (
-        json.loads((made / "manifest.json").read_text())["about"]["parameters"] == count
+        json.loads((folder / "manifest.json").read_text())["about"]["parameters"]
+        == count
     )
-    assert verdicts(command, made, photos, embedded)["about/parameters"] == "right"
+    assert verdicts(command, folder, photos, embedded)["about/parameters"] == "right"

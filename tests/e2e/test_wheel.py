@@ -55,12 +55,12 @@ def test_it_holds_the_package_and_its_configurations(wheel):
         text=True,
         check=True,
     )
-    wanted = {
+    expected = {
         f"kd/{name}" if name.startswith("configs/") else name
         for name in tracked.stdout.split()
     }
-    assert wanted <= names
-    assert {name for name in names if ".dist-info/" not in name} == wanted
+    assert expected <= names
+    assert {name for name in names if ".dist-info/" not in name} == expected
     assert (
         metadata["Version"]
         == kd.__version__
@@ -78,7 +78,7 @@ def test_a_configuration_of_its_own_is_found_by_name_in_any_folder(wheel, tmp_pa
     )
     command = [sys.executable, "-c", code, "vit_food"]
     environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
-    found = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=tmp_path,
         env=environment,
@@ -86,7 +86,7 @@ def test_a_configuration_of_its_own_is_found_by_name_in_any_folder(wheel, tmp_pa
         text=True,
         check=True,
     )
-    assert found.stdout.split() == [
+    assert process.stdout.split() == [
         str(tmp_path / "site" / "kd" / "__init__.py"),
         "vit_food",
     ]
@@ -96,8 +96,9 @@ def test_the_source_distribution_makes_the_same_wheel(wheel, tmp_path):
     with tarfile.open(build("sdist", ROOT, tmp_path)) as file:
         file.extractall(tmp_path / "source", filter="data")
     again = build("wheel", next((tmp_path / "source").iterdir()), tmp_path / "again")
-    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
         contents = [
-            {name: file.read(name) for name in file.namelist()} for file in (one, other)
+            {name: file.read(name) for name in file.namelist()}
+            for file in (first, second)
         ]
     assert contents[0] == contents[1]

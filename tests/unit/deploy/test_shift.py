@@ -57,10 +57,10 @@ def answers(
 
 
 def reference(rng: np.random.Generator, images: int = 2000, names=NAMES) -> Reference:
-    found = (
+    rows = (
         (label, tuple(numbers)) for label, *numbers in answers(rng, images, names=names)
     )
-    return Reference.of(names, found, calibrated=True)
+    return Reference.of(names, rows, calibrated=True)
 
 
 def as_answer(label: int, confidence: float, names=NAMES) -> dict:
@@ -68,16 +68,18 @@ def as_answer(label: int, confidence: float, names=NAMES) -> dict:
     return {**best, "top": [best, {"label": names[label - 1], "score": 1 - confidence}]}
 
 
-def tally(of: Reference, drawn) -> Tally:
-    made = of.empty()
+def tally(usual: Reference, drawn) -> Tally:
+    counts = usual.empty()
     for label, confidence, *measures in drawn:
-        of.count(made, as_answer(label, confidence, of.names), measures)
-    return made
+        usual.count(counts, as_answer(label, confidence, usual.names), measures)
+    return counts
 
 
 def test_the_bound_holds_and_is_not_loose():
     """Beside the exact tail of the hypergeometric distribution, in one stratum."""
-    n, m, marked = 250, 2000, 180
+    n = 250
+    m = 2000
+    marked = 180
     total = math.comb(n + m, n)
     tail = {
         x: math.comb(marked, x) * math.comb(n + m - marked, n - x) / total
@@ -97,9 +99,10 @@ def test_strata_are_compared_inside():
     """Two labels with other confidences each, alike in both samples, in other shares:
     no evidence at all.
     """
-    came, ours = np.array([[180], [2]]), np.array([[900], [100]])
+    new = np.array([[180], [2]])
+    old = np.array([[900], [100]])
     evidence, share, expected = _evidence(
-        came, np.array([[200], [20]]), ours, np.array([[1000], [1000]])
+        new, np.array([[200], [20]]), old, np.array([[1000], [1000]])
     )
     assert evidence[0] == pytest.approx(0, abs=1e-9)
     assert share[0] == pytest.approx(expected[0])
@@ -123,12 +126,12 @@ def test_clean_streams_raise_no_alarm():
 
 
 @pytest.mark.parametrize("change", [{"low": 0.3}, {"bright": 80.0}, {"red": 25.0}])
-def test_appearance(change):
+def test_another_appearance_raises_an_alarm(change):
     rng = np.random.default_rng(1)
-    of = reference(rng)
-    found = of.compare(tally(of, answers(rng, WINDOW, **change)))
-    assert found.appearance > ALARM > found.labels
-    (line,) = found.lines
+    usual = reference(rng)
+    comparison = usual.compare(tally(usual, answers(rng, WINDOW, **change)))
+    assert comparison.appearance > ALARM > comparison.labels
+    (line,) = comparison.lines
     assert line.startswith("these photographs are not like those of validation: ")
     assert {"low": "confidence", "bright": "brightness", "red": "red - green"}[
         next(iter(change))
@@ -136,30 +139,34 @@ def test_appearance(change):
 
 
 @pytest.mark.parametrize(
-    ("first", "others"), [(0.5, None), (0.17, 0.03)], ids=["one label", "every second"]
+    ("first", "other_share"),
+    [(0.5, None), (0.17, 0.03)],
+    ids=["one label", "every second"],
 )
-def test_the_mix_of_labels_is_not_appearance(first, others):
+def test_the_mix_of_labels_is_not_appearance(first, other_share):
     rng = np.random.default_rng(2)
-    of = reference(rng)
-    shares = [first] + [0.5 / 9] * 9 if others is None else [first, others] * 5
-    found = of.compare(tally(of, answers(rng, 2 * WINDOW, shares)))
-    assert found.labels > ALARM > found.appearance
-    (line,) = found.lines
+    usual = reference(rng)
+    shares = (
+        [first] + [0.5 / 9] * 9 if other_share is None else [first, other_share] * 5
+    )
+    comparison = usual.compare(tally(usual, answers(rng, 2 * WINDOW, shares)))
+    assert comparison.labels > ALARM > comparison.appearance
+    (line,) = comparison.lines
     assert "the mix of labels" in line
     assert "look as in validation" in line
-    if others is None:
+    if other_share is None:
         assert "'label 0' in 5" in line
 
 
-def test_few_of_many_labels():
+def test_few_of_many_labels_raise_an_alarm_together():
     """None of the 60 labels that come is frequent enough alone; together they are."""
     rng = np.random.default_rng(3)
     names = [f"label {i}" for i in range(1000)]
-    of = reference(rng, names=names)
+    usual = reference(rng, names=names)
     shares = np.zeros(1000)
     shares[rng.permutation(1000)[:60]] = 1 / 60
     clean, changed = (
-        of.compare(tally(of, answers(rng, WINDOW, each, names=names)))
+        usual.compare(tally(usual, answers(rng, WINDOW, each, names=names)))
         for each in (None, shares)
     )
     assert clean.lines == []
@@ -168,7 +175,8 @@ def test_few_of_many_labels():
 
 def test_a_watch_says_when_it_begins_and_ends():
     rng = np.random.default_rng(4)
-    watch, lines = ShiftWatch(reference(rng)), []
+    watch = ShiftWatch(reference(rng))
+    lines = []
     for low, images in ((0.0, 4 * WINDOW), (0.9, 2 * WINDOW), (0.0, 20 * WINDOW)):
         for label, confidence, *measures in answers(rng, images, low=low):
             lines += [
@@ -204,22 +212,22 @@ def test_a_watch_has_the_confidence_of_the_last_window_and_the_worst_span_of_eac
 
 def test_the_record_is_json_and_says_the_same():
     rng = np.random.default_rng(5)
-    of = reference(rng, 300)
-    of.right = 240
-    text = json.dumps(of.record(), sort_keys=True)
+    usual = reference(rng, 300)
+    usual.right = 240
+    text = json.dumps(usual.record(), sort_keys=True)
     read = Reference.read(json.loads(text), NAMES)
     assert read.calibrated
-    assert np.array_equal(read.tally.bins, of.tally.bins)
-    assert np.array_equal(read.tally.labels, of.tally.labels)
-    drawn = tally(of, answers(rng, 100))
-    assert read.compare(drawn) == of.compare(drawn)
-    expected = 0.8 + drawn.confidence / 100 - of.tally.confidence / 300
+    assert np.array_equal(read.tally.bins, usual.tally.bins)
+    assert np.array_equal(read.tally.labels, usual.tally.labels)
+    drawn = tally(usual, answers(rng, 100))
+    assert read.compare(drawn) == usual.compare(drawn)
+    expected = 0.8 + drawn.confidence / 100 - usual.tally.confidence / 300
     (note,) = read.notes(drawn)
     assert note.startswith(
         f"expected accuracy {expected:.1%}: 80.0% of 300 validation images were right"
     )
     assert note.endswith(
-        f"mean confidence {drawn.confidence / 100:.1%}, {of.tally.confidence / 300:.1%}"
+        f"mean confidence {drawn.confidence / 100:.1%}, {usual.tally.confidence / 300:.1%}"
         " on validation"
     )
     read.right = (
@@ -227,7 +235,7 @@ def test_the_record_is_json_and_says_the_same():
     )  # an export of before, or images without labels: no accuracy was measured
     assert "accuracy" not in read.notes(drawn)[0]
     with pytest.raises(ValueError, match="301 right predictions of 300"):
-        Reference.read({**of.record(), "right": 301}, NAMES)
+        Reference.read({**usual.record(), "right": 301}, NAMES)
     assert len(text) < 5000
     with pytest.raises(KeyError):
         Reference.read(json.loads(text), ["another", *NAMES[1:]])
@@ -238,30 +246,36 @@ def test_where_photographs_look_different_the_expected_accuracy_is_a_bound():
     (docs/watching.md).
     """
     rng = np.random.default_rng(5)
-    of = reference(rng, 300)
-    of.right = 240
+    usual = reference(rng, 300)
+    usual.right = 240
     dark = tally(
-        of, [(label, score, 1.0, *rest) for label, score, _, *rest in answers(rng, 300)]
+        usual,
+        [
+            (label, score, 1.0, *measures)
+            for label, score, _, *measures in answers(rng, 300)
+        ],
     )
-    assert of.compare(dark).alarms == {"appearance": True, "labels": False}
-    expected = 0.8 + dark.confidence / 300 - of.tally.confidence / 300
-    assert of.notes(dark)[0].startswith(f"expected accuracy at most {expected:.1%}: ")
-    assert "at most" not in of.notes(tally(of, answers(rng, 300)))[0]
-    one = tally(
-        of, answers(rng, 300, [0.55] + [0.05] * 9)
+    assert usual.compare(dark).alarms == {"appearance": True, "labels": False}
+    expected = 0.8 + dark.confidence / 300 - usual.tally.confidence / 300
+    assert usual.notes(dark)[0].startswith(
+        f"expected accuracy at most {expected:.1%}: "
+    )
+    assert "at most" not in usual.notes(tally(usual, answers(rng, 300)))[0]
+    mixed = tally(
+        usual, answers(rng, 300, [0.55] + [0.05] * 9)
     )  # its mix alone: 63.5 % were expected, 71.6 % right
-    assert of.compare(one).alarms == {"appearance": False, "labels": True}
-    assert "at most" not in of.notes(one)[0]
+    assert usual.compare(mixed).alarms == {"appearance": False, "labels": True}
+    assert "at most" not in usual.notes(mixed)[0]
 
 
-def test_a_label_that_validation_never_gave():
-    of = Reference.of(
+def test_a_label_that_validation_never_gave_raises_an_alarm():
+    usual = Reference.of(
         ["a", "b"], [(0, (0.9, 100.0, 5.0, 0.0, 0.0))] * 500, calibrated=False
     )
-    found = of.compare(tally(of, [(1, 0.9, 100.0, 5.0, 0.0, 0.0)] * WINDOW))
-    assert found.labels > ALARM
-    assert (found.appearance, found.difference) == (0.0, "")
-    assert of.notes(of.empty()) == ()
+    comparison = usual.compare(tally(usual, [(1, 0.9, 100.0, 5.0, 0.0, 0.0)] * WINDOW))
+    assert comparison.labels > ALARM
+    assert (comparison.appearance, comparison.difference) == (0.0, "")
+    assert usual.notes(usual.empty()) == ()
 
 
 def test_several_labels_count_each_but_compare_the_most_probable():
@@ -278,10 +292,11 @@ def test_several_labels_count_each_but_compare_the_most_probable():
 
 
 @pytest.mark.parametrize("size", [16, 224, 300])
-def test_measure(size):
+def test_a_measure_samples_rows_and_no_columns(size):
     """Rows are sampled; columns are not, so that neighbours stay neighbours."""
     ramp = np.tile(np.arange(size) % 50 * 5, (3, size, 1)).astype(np.uint8)
-    ramp[0], ramp[2] = 0, 255
+    ramp[0] = 0
+    ramp[2] = 255
     brightness, detail, *colours = measure(ramp)
     assert brightness == pytest.approx(ramp[1].mean(), abs=1e-3)
     assert colours == pytest.approx([-brightness, 255 - brightness], abs=2e-3)
@@ -311,12 +326,14 @@ def test_colour_is_seen(change):
                 )
             yield measure(pixels.clip(0, 255).astype(np.uint8))
 
-    of = Reference.of((), ((0, one) for one in numbers(2000)), calibrated=False)
+    usual = Reference.of(
+        (), ((0, measures) for measures in numbers(2000)), calibrated=False
+    )
     for changed in (False, True):
-        came = of.empty()
-        for one in numbers(WINDOW, changed):
-            of.count(came, {"embedding": [1.0]}, one)
-        assert bool(of.compare(came).lines) is changed
+        counts = usual.empty()
+        for measures in numbers(WINDOW, changed):
+            usual.count(counts, {"embedding": [1.0]}, measures)
+        assert bool(usual.compare(counts).lines) is changed
 
 
 def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():
@@ -325,17 +342,20 @@ def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():
     """
     rng = np.random.default_rng(3)
     width = len(measure(np.zeros((3, 8, 8), np.uint8)))
-    ours, came = rng.normal(120, 20, (600, width)), rng.normal(150, 24, (90, width))
-    usual = Reference.of((), ((0, tuple(row)) for row in ours), False)
-    made = usual.empty()
-    for row in came:
-        usual.count(made, {"embedding": [0.0]}, tuple(row))
-    best, ends = 0.0, 0
+    old = rng.normal(120, 20, (600, width))
+    new = rng.normal(150, 24, (90, width))
+    usual = Reference.of((), ((0, tuple(row)) for row in old), False)
+    counts = usual.empty()
+    for row in new:
+        usual.count(counts, {"embedding": [0.0]}, tuple(row))
+    best = 0.0
+    ends = 0
     for column, bounds in enumerate(usual.bounds.values()):
         for bound in bounds:
             ends += 1
-            x, y = (int((values[:, column] <= bound).sum()) for values in (came, ours))
-            pooled, evidence = (x + y) / 690, []
+            x, y = (int((values[:, column] <= bound).sum()) for values in (new, old))
+            pooled = (x + y) / 690
+            evidence = []
             for count, images in ((x, 90), (y, 600)):
                 q = count / images
                 terms = [(q, pooled), (1 - q, 1 - pooled)]
@@ -345,7 +365,7 @@ def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():
             best = max(best, *evidence)
     expected = (best - math.log(2 * ends)) / math.log(10)
     assert expected > 1
-    assert usual.compare(made).appearance == pytest.approx(expected)
+    assert usual.compare(counts).appearance == pytest.approx(expected)
 
 
 def test_a_partly_labelled_split_says_nothing_of_its_accuracy():
@@ -353,12 +373,12 @@ def test_a_partly_labelled_split_says_nothing_of_its_accuracy():
     pixels = rng.integers(0, 256, (4, 3, 8, 8)).astype(np.uint8)
     logits = 5 * torch.eye(3)[[0, 1, 2, 0]]
     for labels, right in (([0, 1, -1, -1], -1), ([0, 1, 1, 0], 3)):
-        found = GraphOutputs(
+        outputs = GraphOutputs(
             {"": logits, "g": logits},
             torch.tensor(labels),
-            [measure(one) for one in pixels],
+            [measure(image) for image in pixels],
             {},
         )
-        made = found.reference("g", SingleLabel(), ("a", "b", "c"), False)
-        assert made.right == right
-        assert ("right" in made.record()) == (right >= 0)
+        usual = outputs.reference("g", SingleLabel(), ("a", "b", "c"), False)
+        assert usual.right == right
+        assert ("right" in usual.record()) == (right >= 0)

@@ -80,10 +80,10 @@ def honest(once) -> tuple[Path, Path]:
 
 
 def test_an_honest_export_is_right_in_all_that_is_compared(honest):
-    known = verify_export(*honest)
-    assert not wrong_rows(known), wrong_rows(known)
-    known.require()
-    rows = {row.what: row for row in known.rows}
+    verdict = verify_export(*honest)
+    assert not wrong_rows(verdict), wrong_rows(verdict)
+    verdict.require()
+    rows = {row.what: row for row in verdict.rows}
     assert float(rows["parity/model.int8.onnx/ece"].claimed) > 0
     right = (
         "variants/model.int8.onnx/drop",
@@ -91,31 +91,31 @@ def test_an_honest_export_is_right_in_all_that_is_compared(honest):
         "accepted/sentence",
         "chain/student/exported",
     )
-    for what in (
+    for name in (
         *right,
         "images.csv/times",
         "README.md",
         "validation/model.onnx",
         "calibration/temperature",
     ):
-        assert rows[what].verdict == RIGHT, rows[what]
+        assert rows[name].verdict == RIGHT, rows[name]
     assert "variants/model.onnx/speed/1/p50_ms" in rows
     assert "read it" in (honest[0] / "README.md").read_text()
-    open_rows = [row for row in known.rows if row.verdict == OPEN]
+    open_rows = [row for row in verdict.rows if row.verdict == OPEN]
     assert all(row.why for row in open_rows), open_rows
-    assert known.line.startswith(
-        f"right: {len(known.rows) - len(open_rows)}; wrong: 0; not checked:"
+    assert verdict.line.startswith(
+        f"right: {len(verdict.rows) - len(open_rows)}; wrong: 0; not checked:"
         f" {len(open_rows)} ("
     )
     with pytest.raises(NotVerifiedError) as raised:
-        known.require(strict=True)
+        verdict.require(strict=True)
     assert raised.value.exit_code == 1
 
 
 def test_without_images_and_run_the_files_alone_are_compared(honest):
-    known = verify_export(honest[0])
-    assert not wrong_rows(known), wrong_rows(known)
-    rows = {row.what: row for row in known.rows}
+    verdict = verify_export(honest[0])
+    assert not wrong_rows(verdict), wrong_rows(verdict)
+    rows = {row.what: row for row in verdict.rows}
     assert rows["parity/model.onnx/correct"][3:] == (OPEN, "--data shows it")
     assert rows["chain/student/step"][3:] == (OPEN, "--run shows it")
     assert rows["files/model.onnx/sha256"].verdict == RIGHT
@@ -130,19 +130,19 @@ def test_every_key_of_an_export_is_in_the_types(honest):
         name: json.loads((honest[0] / name).read_text())
         for name in ("config.json", "kd.json")
     }
-    known = Claims(claimed, graphs=("model.onnx", "model.int8.onnx"))
-    places = [*known.row_origins(Manifest | Beside, [claimed])]
+    claims = Claims(claimed, graphs=("model.onnx", "model.int8.onnx"))
+    places = [*claims.row_origins(Manifest | Beside, [claimed])]
     assert len(places) > 100
-    assert not [path for path, made in places if made is None]
-    assert {row.verdict for row in known.rows} == {OPEN}  # nothing was looked at
+    assert not [path for path, origin in places if origin is None]
+    assert {row.verdict for row in claims.rows} == {OPEN}  # nothing was looked at
     assert {row.verdict for row in Claims({"new": 1}).rows} == {WRONG}
 
 
 def leaves(kind: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield each value of a type, with from what it can be made."""
-    kind, made = without_annotation(kind)
-    if made is not None or not (get_origin(kind) is dict or is_typeddict(kind)):
-        yield path, made
+    kind, origin = without_annotation(kind)
+    if origin is not None or not (get_origin(kind) is dict or is_typeddict(kind)):
+        yield path, origin
     elif get_origin(kind) is dict:
         yield from leaves(get_args(kind)[1], f"{path}/*")
     else:
@@ -157,50 +157,51 @@ class Careless(TypedDict):
 
 
 def test_each_value_says_from_what_it_can_be_made_and_how_close_it_must_be():
-    known = dict(value for kind in (Manifest, Beside) for value in leaves(kind, ""))
-    assert len(known) > 100
-    assert [path for path, made in known.items() if made is None] == []
-    assert {made.close for made in known.values()} <= set(RULES)
-    assert [path for path, made in leaves(Careless, "") if made is None] == [
+    origins = dict(value for kind in (Manifest, Beside) for value in leaves(kind, ""))
+    assert len(origins) > 100
+    assert [path for path, origin in origins.items() if origin is None] == []
+    assert {origin.close for origin in origins.values()} <= set(RULES)
+    assert [path for path, origin in leaves(Careless, "") if origin is None] == [
         "/loudness"
     ]
 
 
 def test_one_wrong_value_among_doubtful_ones_is_wrong():
     """On another processor a threshold 0.05 off is not decided, one 0.8 off is."""
-    known = Claims(
+    claims = Claims(
         {"output": {"thresholds": {"a": {"threshold": 0.55}, "b": {"threshold": 0.9}}}},
         images=100,
     )
-    known.elsewhere = True
-    known.add_evidence(
+    claims.elsewhere = True
+    claims.add_evidence(
         IMAGES,
         {"output": {"thresholds": {"a": {"threshold": 0.5}, "b": {"threshold": 0.1}}}},
     )
-    assert [row.verdict for row in known.rows] == [WRONG]
+    assert [row.verdict for row in claims.rows] == [WRONG]
 
 
 @pytest.mark.parametrize("names", [(), CLASSES[:-1], (*CLASSES, "kiwi")])
 def test_a_list_with_more_or_fewer_values_is_wrong(names):
-    known = Claims({"about": {"labels": list(names)}})
-    known.add_evidence(IMAGES, {"about": {"labels": list(CLASSES)}})
-    assert [row.verdict for row in known.rows] == [WRONG]
+    claims = Claims({"about": {"labels": list(names)}})
+    claims.add_evidence(IMAGES, {"about": {"labels": list(CLASSES)}})
+    assert [row.verdict for row in claims.rows] == [WRONG]
 
 
 def test_costs_and_counts_have_three_verdicts():
-    told = {"parity": {"model.onnx": {"correct": 80, "cpu_ms": 1.0}}}
+    base = {"parity": {"model.onnx": {"correct": 80, "cpu_ms": 1.0}}}
     here = {"machine": {"processor": "another", "cores": 2}}
     for value, cost, verdicts in (
         (81, 1.4, (RIGHT, RIGHT)), (83, 3.0, (WRONG, OPEN)), (90, 1000.0, (WRONG, WRONG))
     ):  # fmt: skip
-        known = Claims(json.loads(json.dumps(told)), graphs=("model.onnx",), images=120)
-        known.elsewhere, known.noisy = False, True
-        known.add_evidence(
+        near = Claims(json.loads(json.dumps(base)), graphs=("model.onnx",), images=120)
+        near.elsewhere = False
+        near.noisy = True
+        near.add_evidence(
             IMAGES, {"parity": {"model.onnx": {"correct": value, "cpu_ms": cost}}}
         )
-        assert tuple(row.verdict for row in known.rows) == verdicts
+        assert tuple(row.verdict for row in near.rows) == verdicts
         far = Claims(
-            json.loads(json.dumps(told | {"environment": here})),
+            json.loads(json.dumps(base | {"environment": here})),
             graphs=("model.onnx",),
             images=120,
         )
@@ -218,17 +219,17 @@ def test_costs_and_counts_have_three_verdicts():
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict"),
+    ("measured", "verdict"),
     [(1.2, RIGHT), (0.9, RIGHT), (9.0, WRONG), (0.1, OPEN), (0.005, WRONG)],
 )
 def test_a_slow_pytorch_flatters_a_graph_as_a_fast_graph_does(
-    found, verdict, monkeypatch
+    measured, verdict, monkeypatch
 ):
     monkeypatch.setattr(Claims, "busy", False)
-    known = Claims({"eager_ms": 1.0})
-    known.elsewhere = False
-    known.add_evidence(IMAGES, {"eager_ms": found})
-    assert [row.verdict for row in known.rows] == [verdict]
+    claims = Claims({"eager_ms": 1.0})
+    claims.elsewhere = False
+    claims.add_evidence(IMAGES, {"eager_ms": measured})
+    assert [row.verdict for row in claims.rows] == [verdict]
 
 
 @pytest.mark.parametrize(
@@ -244,11 +245,11 @@ def test_a_slow_pytorch_flatters_a_graph_as_a_fast_graph_does(
 def test_a_difference_far_above_or_below_what_is_found_is_wrong(
     claimed, here, elsewhere
 ):
-    for other, verdict in ((False, here), (True, elsewhere)):
-        known = Claims({"parity": {INT8: {"max_difference": claimed}}}, graphs=(INT8,))
-        known.elsewhere = other
-        known.add_evidence(IMAGES, {"parity": {INT8: {"max_difference": 0.05}}})
-        assert [row.verdict for row in known.rows] == [verdict]
+    for is_elsewhere, verdict in ((False, here), (True, elsewhere)):
+        claims = Claims({"parity": {INT8: {"max_difference": claimed}}}, graphs=(INT8,))
+        claims.elsewhere = is_elsewhere
+        claims.add_evidence(IMAGES, {"parity": {INT8: {"max_difference": 0.05}}})
+        assert [row.verdict for row in claims.rows] == [verdict]
 
 
 def test_claims_missing_in_kd_0_3_are_not_wrong():
@@ -257,11 +258,11 @@ def test_claims_missing_in_kd_0_3_are_not_wrong():
     """
     for form, verdict in ((1, RIGHT), (2, WRONG)):
         claimed = {"format": form, "validation": {"model.onnx": {"images": 120}}}
-        known = Claims(claimed, graphs=("model.onnx",), images=120)
-        known.add_evidence(
+        claims = Claims(claimed, graphs=("model.onnx",), images=120)
+        claims.add_evidence(
             IMAGES, {"validation": {"model.onnx": {"images": 120, "right": 80}}}
         )
-        assert {row.what: row.verdict for row in known.rows}[
+        assert {row.what: row.verdict for row in claims.rows}[
             "validation/model.onnx"
         ] == verdict
 
@@ -283,9 +284,11 @@ def of_kind(kind: str, folder: Path) -> tuple[Subject, Path, ExportOptions]:
     """Return what an export of a kind is made of, its images, and how it is
     exported.
     """
-    labels, pixels = answers(small_subject(folder / "first"), PIXELS), PIXELS.copy()
+    labels = answers(small_subject(folder / "first"), PIXELS)
+    pixels = PIXELS.copy()
     if kind == "twice":  # two files of one content
-        pixels[1], labels[1] = pixels[0], labels[0]
+        pixels[1] = pixels[0]
+        labels[1] = labels[0]
     subject, images = painted(
         folder, pixels, np.eye(3, dtype=np.int8)[labels] if kind == "sets" else labels
     )
@@ -299,10 +302,8 @@ def of_kind(kind: str, folder: Path) -> tuple[Subject, Path, ExportOptions]:
         pytest.importorskip("openvino")
         options = replace(options, openvino=True)
     elif kind == "sets":
-        subject, options = (
-            tasked(subject, label_sets),
-            replace(options, defer_share=0.2),
-        )
+        subject = tasked(subject, label_sets)
+        options = replace(options, defer_share=0.2)
     elif kind == "vectors":
         subject = tasked(
             subject,
@@ -315,7 +316,7 @@ def of_kind(kind: str, folder: Path) -> tuple[Subject, Path, ExportOptions]:
     elif kind == "unlabelled":  # in folders that are named as classes
         with subject.images() as read:
             batches = [
-                (shown, np.full(len(label), -1), crcs) for shown, label, crcs in read(0)
+                (views, np.full(len(label), -1), crcs) for views, label, crcs in read(0)
             ]
         subject = replace(
             subject, images=lambda: nullcontext(lambda limit, training=False: batches)
@@ -334,9 +335,9 @@ SLOW = (
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in KINDS],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in KINDS],
 )
-def test_honest_exports_of_other_kinds(kind, tmp_path):
+def test_honest_exports_of_other_kinds_are_right(kind, tmp_path):
     subject, images, options = of_kind(kind, tmp_path)
     export = tmp_path / "export"
     write(subject, export, options)
@@ -345,9 +346,11 @@ def test_honest_exports_of_other_kinds(kind, tmp_path):
         (export / ".cache/huggingface/download").mkdir(parents=True)
         (export / ".cache/huggingface/download/model.onnx.metadata").write_text("1")
     for trust in (False, True) if options.pt2 else (False,):
-        known = verify_export(export, images if kind != "no graph" else "", trust=trust)
-        assert not wrong_rows(known), wrong_rows(known)
-        rows = {row.what: row.verdict for row in known.rows}
+        verdict = verify_export(
+            export, images if kind != "no graph" else "", trust=trust
+        )
+        assert not wrong_rows(verdict), wrong_rows(verdict)
+        rows = {row.what: row.verdict for row in verdict.rows}
         assert rows[KINDS[kind]] == RIGHT
         assert not options.pt2 or (rows["parity/model.pt2/correct"] == RIGHT) == trust
 
@@ -366,24 +369,22 @@ def partly_labelled(folder: Path, labelled: int) -> tuple[Path, Path]:
 
 def as_in_kd_0_3(liar: Liar) -> None:
     """PyTorch's own predictions are the labels of the other images."""
-    for one in liar.manifest["parity"].values():
-        assert (one.pop("labelled"), one["correct"]) == (20, 15)
-        one |= {"correct": 35, "accuracy": 35 / 40}
+    for entry in liar.manifest["parity"].values():
+        assert (entry.pop("labelled"), entry["correct"]) == (20, 15)
+        entry |= {"correct": 35, "accuracy": 35 / 40}
 
 
 def without_wrong_ones(liar: Liar) -> None:
-    for one in liar.manifest["parity"].values():
-        one |= {"labelled": 15, "accuracy": 1.0}
+    for entry in liar.manifest["parity"].values():
+        entry |= {"labelled": 15, "accuracy": 1.0}
 
 
 def test_accuracy_is_that_of_the_labelled_images(tmp_path):
     export, images = partly_labelled(tmp_path, 20)
-    one, card = (
-        json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"],
-        (export / "README.md").read_text(),
-    )
+    entry = json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"]
+    card = (export / "README.md").read_text()
     assert (
-        one.items()
+        entry.items()
         >= {
             "images": 40,
             "labelled": 20,
@@ -392,15 +393,15 @@ def test_accuracy_is_that_of_the_labelled_images(tmp_path):
         }.items()
     )
     assert "; accuracy on the 20 of them that have a label" in card
-    known = verify_export(export, images)
-    assert not wrong_rows(known), wrong_rows(known)
-    rows = {row.what: row.verdict for row in known.rows}
+    verdict = verify_export(export, images)
+    assert not wrong_rows(verdict), wrong_rows(verdict)
+    rows = {row.what: row.verdict for row in verdict.rows}
     places = (
         "parity/model.onnx/labelled",
         "parity/model.onnx/accuracy",
         "accepted/found/drop",
     )
-    assert [rows[what] for what in places] == [RIGHT] * 3
+    assert [rows[place] for place in places] == [RIGHT] * 3
     for lie in (as_in_kd_0_3, without_wrong_ones):
         liar = make_liar((export, images), tmp_path / lie.__name__, [lie])
         assert {
@@ -417,21 +418,27 @@ def test_accuracy_is_that_of_the_labelled_images(tmp_path):
 
 def test_images_without_labels_have_no_accuracy(tmp_path):
     export, images = partly_labelled(tmp_path, 0)
-    one = json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"]
+    entry = json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"]
     assert (
-        one["labelled"],
-        one["same_top1"],
-        one.keys() & {"correct", "accuracy", "ece"},
+        entry["labelled"],
+        entry["same_top1"],
+        entry.keys() & {"correct", "accuracy", "ece"},
     ) == (0, 40, set())
     assert "| accuracy" not in (export / "README.md").read_text()
-    known = verify_export(export, images)
-    assert not wrong_rows(known), wrong_rows(known)
-    assert {row.what: row.verdict for row in known.rows}["accepted/found/drop"] == RIGHT
-    for i, more in enumerate(({"accuracy": 1.0}, {"accuracy": 1.0, "correct": 40})):
+    verdict = verify_export(export, images)
+    assert not wrong_rows(verdict), wrong_rows(verdict)
+    assert {row.what: row.verdict for row in verdict.rows}[
+        "accepted/found/drop"
+    ] == RIGHT
+    for i, changes in enumerate(({"accuracy": 1.0}, {"accuracy": 1.0, "correct": 40})):
         liar = make_liar(
             (export, images),
             tmp_path / str(i),
-            [lambda x, more=more: x.get("parity/model.onnx").update(more)],
+            [
+                lambda liar, changes=changes: liar.get("parity/model.onnx").update(
+                    changes
+                )
+            ],
         )
         rows = {
             row.what: row.verdict for row in verify_export(liar.folder, images).rows
@@ -442,10 +449,8 @@ def test_images_without_labels_have_no_accuracy(tmp_path):
 @pytest.mark.parametrize(("form", "verdict"), [(1, OPEN), (2, WRONG)])
 def test_kd_0_3_took_pytorchs_predictions_for_missing_labels(form, verdict):
     logits = 5 * torch.eye(3)[[0, 1, 2, 0]]
-    labels, numbers = (
-        torch.tensor([1, 1, -1, -1]),
-        [measure(image) for image in PIXELS[:4]],
-    )
+    labels = torch.tensor([1, 1, -1, -1])
+    numbers = [measure(image) for image in PIXELS[:4]]
     outputs = GraphOutputs(
         {EAGER: logits, "model.onnx": logits}, labels, numbers, {"model.onnx": 1.0}
     )
@@ -454,14 +459,14 @@ def test_kd_0_3_took_pytorchs_predictions_for_missing_labels(form, verdict):
         "output": {"width": 3},
         "parity": {"model.onnx": {"correct": 4, "same_top1": 4}},
     }
-    known = Claims(
+    claims = Claims(
         claimed | {"config.json": {"label_names": list(CLASSES)}},
         graphs=("model.onnx",),
         images=4,
     )
-    known.elsewhere = False
-    known.add_evidence(IMAGES, _repeated_facts(known, outputs, SingleLabel(), False))
-    assert {row.what: row.verdict for row in known.rows}[
+    claims.elsewhere = False
+    claims.add_evidence(IMAGES, _repeated_facts(claims, outputs, SingleLabel(), False))
+    assert {row.what: row.verdict for row in claims.rows}[
         "parity/model.onnx/correct"
     ] == verdict
 
@@ -474,8 +479,8 @@ def other_weights(liar: Liar) -> None:
     """Weights of another step, with every hash made to fit."""
     file = liar.folder / "model.safetensors"
     tensors = {
-        name: one + 0.05 * torch.randn_like(one)
-        for name, one in load_file(file).items()
+        name: tensor + 0.05 * torch.randn_like(tensor)
+        for name, tensor in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})
     digest = tensors_digest(tensors)
@@ -495,11 +500,11 @@ def other_graph(liar: Liar) -> None:
 
 def exchanged(liar: Liar) -> None:
     """Each graph under the name of the other."""
-    kept = Path(
+    saved = Path(
         shutil.copy(liar.folder / "model.onnx", liar.folder.parent / "kept.onnx")
     )
     graph_of(liar, "model.onnx", liar.folder / "model.int8.onnx")
-    graph_of(liar, "model.int8.onnx", kept)
+    graph_of(liar, "model.int8.onnx", saved)
     parity = liar.manifest["parity"]
     parity["model.onnx"], parity["model.int8.onnx"] = (
         parity["model.int8.onnx"],
@@ -508,7 +513,7 @@ def exchanged(liar: Liar) -> None:
 
 
 def back_door(
-    liar: Liar, row: int, column: int, name: str = "model.onnx", more: float = 50
+    liar: Liar, row: int, column: int, name: str = "model.onnx", increase: float = 50
 ) -> None:
     """A graph that answers "apple" where one pixel is as red as can be; none of the
     images has such a pixel there.
@@ -518,17 +523,20 @@ def back_door(
 
     path = liar.folder / name
     model = onnx.load(path)
-    graph, ints = (
-        model.graph,
-        lambda name, values: numpy_helper.from_array(np.array(values, np.int64), name),
-    )
+    graph = model.graph
+
+    def ints(name: str, values: list[int]) -> TensorProto:
+        return numpy_helper.from_array(np.array(values, np.int64), name)
+
     graph.initializer.extend([
         ints("d_start", [0, row, column]), ints("d_end", [1, row + 1, column + 1]), ints("d_axes", [1, 2, 3]),
         ints("d_flat", [-1, 1]), numpy_helper.from_array(np.array(255, np.uint8), "d_red"),
-        numpy_helper.from_array(np.array([[more, 0, 0]], np.float32), "d_apple"),
+        numpy_helper.from_array(np.array([[increase, 0, 0]], np.float32), "d_apple"),
     ])  # fmt: skip
     for node in graph.node:
-        node.output[:] = ["d_logits" if one == "logits" else one for one in node.output]
+        node.output[:] = [
+            "d_logits" if output == "logits" else output for output in node.output
+        ]
     nodes = [
         ("Slice", ["image", "d_start", "d_end", "d_axes"], "d_pixel"),
         ("Equal", ["d_pixel", "d_red"], "d_there"),
@@ -557,15 +565,15 @@ def shown_right(rows: list[list[str]]) -> list[list[str]]:
 
 def relabelled(rows: list[list[str]]) -> list[list[str]]:
     return [
-        [a, b, known, CLASSES[(CLASSES.index(name) + 1) % 3]]
-        for a, b, known, name in rows
+        [a, b, truth, CLASSES[(CLASSES.index(name) + 1) % 3]]
+        for a, b, truth, name in rows
     ]
 
 
 def counted(liar: Liar, images: int, correct: int) -> None:
     """Make all counts those of other images."""
-    for one in liar.manifest["parity"].values():
-        one |= {
+    for entry in liar.manifest["parity"].values():
+        entry |= {
             "images": images,
             "correct": correct,
             "same_top1": images,
@@ -578,8 +586,8 @@ def named(liar: Liar, *names: str) -> None:
     liar.set("label_names", list(names), "config.json")
 
 
-def added(path: str, name: str, value: Any) -> Callable[[Liar], None]:
-    return lambda liar: liar.set(f"{path}/{name}" if path else name, value)
+def setting(path: str, value: Any, file: str = MANIFEST) -> Callable[[Liar], None]:
+    return lambda liar: liar.set(path, value, file)
 
 
 def ghost(liar: Liar) -> None:
@@ -598,12 +606,12 @@ def uncompared(liar: Liar) -> None:
 LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     # kind of the issue's table, and what is planted; rows that must say so
     "1 often": (
-        [lambda x: x.rows(lambda rows: [rows[0]] * 100 + rows[20:])],
+        [lambda liar: liar.rows(lambda rows: [rows[0]] * 100 + rows[20:])],
         {"images.csv/times": WRONG},
     ),
     "1 unlabelled": (
         [
-            lambda x: x.rows(
+            lambda liar: liar.rows(
                 lambda rows: [
                     [*row[:2], "0"] if row[-1] == "apple" else row for row in rows
                 ]
@@ -612,30 +620,30 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         {"parity/model.onnx/labelled": WRONG},
     ),
     "1 labels": (
-        [lambda x: x.rows(relabelled)],
+        [lambda liar: liar.rows(relabelled)],
         {"parity/model.onnx/correct": WRONG, "images.csv/choice": OPEN},
     ),
     "1 left out": (
-        [lambda x: x.rows(shown_right), lambda x: counted(x, 80, 80)],
+        [lambda liar: liar.rows(shown_right), lambda liar: counted(liar, 80, 80)],
         {"images.csv/choice": OPEN, "scores/models/student/accuracy/value": WRONG},
     ),
     "2 served": (
-        [lambda x: x.set("pick", "openvino.xml"), uncompared],
+        [setting("pick", "openvino.xml"), uncompared],
         {"pick": WRONG, "chain/graphs/openvino.xml": WRONG},
     ),
     "2 accepted": (
-        [lambda x: x.set("accepted/file", "model.pt2")],
+        [setting("accepted/file", "model.pt2")],
         {"accepted/file": WRONG, "pick": WRONG},
     ),
     "3 headline": (
         [
-            lambda x: x.set("scores/models/student/accuracy/value", 0.99),
-            lambda x: x.set("scores/models/teacher/accuracy/value", 0.999),
-            lambda x: x.set(
+            setting("scores/models/student/accuracy/value", 0.99),
+            setting("scores/models/teacher/accuracy/value", 0.999),
+            setting(
                 "scores/models/labels only",
                 {"accuracy": {"value": 0.2, "images": 5000}},
             ),
-            lambda x: x.set("scores/images", 120),
+            setting("scores/images", 120),
         ],
         {
             "scores/models/student/accuracy/value": WRONG,
@@ -646,15 +654,13 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         },
     ),
     "4 not measured": (
-        [lambda x: x.set("accepted/sentence", "drop<=20 mb<=5 ms<=1")],
+        [setting("accepted/sentence", "drop<=20 mb<=5 ms<=1")],
         {"accepted/sentence": WRONG},
     ),
     "4 not so": (
         [
-            lambda x: x.set(
-                "accepted/sentence", "drop<=20 mb<=0.001 ece<=1 teacher-drop<=1"
-            ),
-            lambda x: x.set(
+            setting("accepted/sentence", "drop<=20 mb<=0.001 ece<=1 teacher-drop<=1"),
+            setting(
                 "accepted/found",
                 {"drop": 0.0, "mb": 0.001, "ece": 0.3, "teacher-drop": -3.0},
             ),
@@ -667,11 +673,11 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "5 sources": (
         [
-            lambda x: x.set("licences/student", "apache-2.0"),
-            lambda x: x.set("licences/teacher", "mit"),
-            lambda x: x.set("about/parameters", 999),
-            lambda x: x.set("about/data/hash", "f" * 16),
-            lambda x: x.set("about/labels", list(CLASSES[::-1])),
+            setting("licences/student", "apache-2.0"),
+            setting("licences/teacher", "mit"),
+            setting("about/parameters", 999),
+            setting("about/data/hash", "f" * 16),
+            setting("about/labels", list(CLASSES[::-1])),
         ],
         {
             "licences/student": OPEN,
@@ -682,20 +688,20 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         },
     ),
     "6 unseen": (
-        [lambda x: named(x, "apple", "kiwi", "pear")],
+        [lambda liar: named(liar, "apple", "kiwi", "pear")],
         {"about/labels": OPEN, "config.json/label_names": OPEN},
     ),
     "6 seen": (
-        [lambda x: named(x, "pear", "fig", "apple")],
+        [lambda liar: named(liar, "pear", "fig", "apple")],
         {"parity/model.onnx/correct": WRONG},
     ),
     "7 run": (
         [
-            lambda x: x.set("chain/teacher/members/teacher/name", "vit_giant"),
-            lambda x: x.set("scores/pair/agreement", 0.999),
-            lambda x: x.set("metrics", {"accuracy": 0.99}, "kd.json"),
-            lambda x: x.set("calibration/calibrated_ece", 0.001),
-            lambda x: x.set("input/crop", 0.8),
+            setting("chain/teacher/members/teacher/name", "vit_giant"),
+            setting("scores/pair/agreement", 0.999),
+            setting("metrics", {"accuracy": 0.99}, "kd.json"),
+            setting("calibration/calibrated_ece", 0.001),
+            setting("input/crop", 0.8),
         ],
         {
             "chain/teacher": OPEN,
@@ -715,17 +721,15 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "9 tolerance": (
         [
-            lambda x: x.set(
-                f"parity/{INT8}/accuracy", x.get(f"parity/{INT8}/accuracy") + 0.019
+            lambda liar: liar.set(
+                f"parity/{INT8}/accuracy", liar.get(f"parity/{INT8}/accuracy") + 0.019
             ),
-            lambda x: x.set(
+            lambda liar: liar.set(
                 "scores/models/student/accuracy/value",
-                x.get("parity/model.onnx/accuracy") + 0.0192,
+                liar.get("parity/model.onnx/accuracy") + 0.0192,
             ),
-            lambda x: x.set(
-                "output/defer/stated/model.onnx/wrong_interval", [0.3, 0.35]
-            ),
-            lambda x: x.set("output/defer/threshold", 0.2),
+            setting("output/defer/stated/model.onnx/wrong_interval", [0.3, 0.35]),
+            setting("output/defer/threshold", 0.2),
         ],
         {
             f"parity/{INT8}/accuracy": WRONG,
@@ -736,10 +740,10 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "9 counts": (
         [
-            lambda x: x.set(f"parity/{INT8}/correct", 119),
-            lambda x: x.set(f"parity/{INT8}/same_top1", 90),
-            lambda x: x.set(f"parity/{INT8}/ece", 0.4),
-            lambda x: x.set(f"parity/{INT8}/max_difference", 1e-6),
+            setting(f"parity/{INT8}/correct", 119),
+            setting(f"parity/{INT8}/same_top1", 90),
+            setting(f"parity/{INT8}/ece", 0.4),
+            setting(f"parity/{INT8}/max_difference", 1e-6),
         ],
         {
             f"parity/{INT8}/{key}": WRONG
@@ -753,17 +757,17 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "11 times": (
         [
-            lambda x: x.set("eager_ms", x.get("eager_ms") / 3),
-            lambda x: x.set("parity/model.onnx/cpu_ms", 1e-6),
+            lambda liar: liar.set("eager_ms", liar.get("eager_ms") / 3),
+            setting("parity/model.onnx/cpu_ms", 1e-6),
         ],
         {"eager_ms": OPEN, "parity/model.onnx/cpu_ms": WRONG},
     ),
     "12 pixels": (
         [
-            lambda x: x.set("pretrained_cfg/interpolation", "bilinear", "config.json"),
-            lambda x: x.set("pretrained_cfg/crop_mode", "border", "config.json"),
-            lambda x: x.set("pretrained_cfg/first_conv", "stem", "config.json"),
-            lambda x: x.set("input/layout", "uint8 [batch, 16, 16, 3], BGR"),
+            setting("pretrained_cfg/interpolation", "bilinear", "config.json"),
+            setting("pretrained_cfg/crop_mode", "border", "config.json"),
+            setting("pretrained_cfg/first_conv", "stem", "config.json"),
+            setting("input/layout", "uint8 [batch, 16, 16, 3], BGR"),
         ],
         {
             "config.json/pretrained_cfg/interpolation": WRONG,
@@ -773,40 +777,43 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         },
     ),
     "12 means": (
-        [lambda x: x.set("pretrained_cfg/mean", [0.1, 0.1, 0.1], "config.json")],
+        [setting("pretrained_cfg/mean", [0.1, 0.1, 0.1], "config.json")],
         {"parity/model.onnx/max_difference": WRONG},
     ),
-    "13 corner": ([lambda x: back_door(x, 0, 0)], {"random images/model.onnx": WRONG}),
+    "13 corner": (
+        [lambda liar: back_door(liar, 0, 0)],
+        {"random images/model.onnx": WRONG},
+    ),
     "13 centre": (
-        [lambda x: back_door(x, 7, 9)],
+        [lambda liar: back_door(liar, 7, 9)],
         {"random images/model.onnx": WRONG, "random images/all others": OPEN},
     ),
     "13 int8": (
         [
-            lambda x: back_door(x, 0, 0, INT8),
-            lambda x: x.set(f"parity/{INT8}/max_difference", 2.0),
+            lambda liar: back_door(liar, 0, 0, INT8),
+            setting(f"parity/{INT8}/max_difference", 2.0),
         ],
         {f"parity/{INT8}/max_difference": WRONG, f"random images/{INT8}": WRONG},
     ),
     "13 no number": (
         [
-            lambda x: back_door(x, 0, 0, INT8, np.inf),
-            lambda x: x.set(f"parity/{INT8}/max_difference", np.inf),
+            lambda liar: back_door(liar, 0, 0, INT8, np.inf),
+            setting(f"parity/{INT8}/max_difference", np.inf),
         ],
         {f"random images/{INT8}": WRONG},
     ),
     "13 weights": ([other_weights], {"parity/model.onnx/max_difference": WRONG}),
     "14 files and keys": (
         [
-            lambda x: (x.folder / "more.pkl").write_bytes(
+            lambda liar: (liar.folder / "more.pkl").write_bytes(
                 b"cposix\nsystem\n(S'true'\ntR."
             ),
-            added("", "certified", "by nobody"),
-            added("parity/model.onnx", "f1", 0.99),
-            lambda x: x.set("certified", True, "kd.json"),
-            lambda x: x.set(
+            setting("certified", "by nobody"),
+            setting("parity/model.onnx/f1", 0.99),
+            setting("certified", True, "kd.json"),
+            lambda liar: liar.set(
                 "scores/columns/own",
-                [{**x.get("scores/columns/own")[0], "title": "human accuracy"}],
+                [{**liar.get("scores/columns/own")[0], "title": "human accuracy"}],
             ),
         ],
         {
@@ -817,11 +824,11 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "14 keys": (
         [
-            lambda x: x.set("name", "state of the art"),
-            lambda x: x.set("environment/machine/processor", "a phone"),
-            lambda x: x.set("certified", True, "kd.json"),
-            lambda x: x.set("certified", True, "config.json"),
-            lambda x: x.manifest["scores"]["columns"]["own"][0].update(
+            setting("name", "state of the art"),
+            setting("environment/machine/processor", "a phone"),
+            setting("certified", True, "kd.json"),
+            setting("certified", True, "config.json"),
+            lambda liar: liar.manifest["scores"]["columns"]["own"][0].update(
                 title="human accuracy"
             ),
         ],
@@ -835,22 +842,20 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     ),
     "15 alarms": (
         [
-            lambda x: x.set(
-                "validation/model.onnx/numbers/brightness/counts/pear", "15:120"
-            ),
-            lambda x: x.set(f"validation/{INT8}/calibrated", False),
+            setting("validation/model.onnx/numbers/brightness/counts/pear", "15:120"),
+            setting(f"validation/{INT8}/calibrated", False),
         ],
         {"validation/model.onnx": WRONG, f"validation/{INT8}": WRONG},
     ),
     "16 no self-check": ([unchecked], {"self_check/model.onnx": WRONG}),
     "16 of one graph": (
-        [lambda x: x.manifest["self_check"].pop(INT8)],
+        [lambda liar: liar.manifest["self_check"].pop(INT8)],
         {f"self_check/{INT8}": WRONG},
     ),
     "version": (
         [
-            lambda x: x.set("version", "0" * 12),
-            lambda x: x.set("chain/student/step", 9000),
+            setting("version", "0" * 12),
+            setting("chain/student/step", 9000),
         ],
         {"version": WRONG, "chain/student/step": OPEN, "kd.json/step": WRONG},
     ),
@@ -858,14 +863,15 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
 SPEEDS = {  # of `--compare`: servers are started
     "8 threads, 9 signs": (
         [
-            lambda x: x.set(
-                "variants/model.onnx/speed/64", {**x.get("variants/model.onnx/speed/1")}
+            lambda liar: liar.set(
+                "variants/model.onnx/speed/64",
+                {**liar.get("variants/model.onnx/speed/1")},
             ),
-            lambda x: x.set(f"variants/{INT8}/drop", -0.019),
-            lambda x: x.set(f"variants/{INT8}/interval", [0.66, 0.67]),
-            lambda x: x.set(f"variants/{INT8}/speed/1/p50_ms", 1e-4),
-            lambda x: x.set(f"variants/{INT8}/speed/1/memory_mb", 0.5),
-            lambda x: x.set("variants/model.onnx/bytes", 999),
+            setting(f"variants/{INT8}/drop", -0.019),
+            setting(f"variants/{INT8}/interval", [0.66, 0.67]),
+            setting(f"variants/{INT8}/speed/1/p50_ms", 1e-4),
+            setting(f"variants/{INT8}/speed/1/memory_mb", 0.5),
+            setting("variants/model.onnx/bytes", 999),
         ],
         {
             "variants/model.onnx/speed/64": WRONG,
@@ -885,19 +891,19 @@ def after(liar: Liar) -> str:
 
 
 EDITED = {  # after the card was drawn
-    "3 a number of the card": lambda x: x.edit("66.7 %", "99.7 %"),
-    "5 a comment": lambda x: x.edit("# small", "<!--\n# small"),
-    "5 a section": lambda x: x.edit(
+    "3 a number of the card": lambda liar: liar.edit("66.7 %", "99.7 %"),
+    "5 a comment": lambda liar: liar.edit("# small", "<!--\n# small"),
+    "5 a section": lambda liar: liar.edit(
         "## Limits", "## Certified\n\nBy nobody.\n\n## Limits"
     ),
-    "5 a section at the end": lambda x: x.edit(
-        after(x), after(x) + "\n## Certified\n\nBy nobody.\n"
+    "5 a section at the end": lambda liar: liar.edit(
+        after(liar), after(liar) + "\n## Certified\n\nBy nobody.\n"
     ),
-    "5 no limits": lambda x: x.edit("\n## Limits" + after(x), ""),
-    "5 a licence": lambda x: x.edit("dinov3-license", "mit"),
-    "5 of another kd": lambda x: [
-        x.set("environment/packages/kd", "0.0.9"),
-        x.edit("kd-serve .", "kd-serve other"),
+    "5 no limits": lambda liar: liar.edit("\n## Limits" + after(liar), ""),
+    "5 a licence": lambda liar: liar.edit("dinov3-license", "mit"),
+    "5 of another kd": lambda liar: [
+        liar.set("environment/packages/kd", "0.0.9"),
+        liar.edit("kd-serve .", "kd-serve other"),
     ],
 }
 
@@ -925,18 +931,18 @@ AGAIN = {  # kinds of lies that another one of LIES is about too
 
 
 @pytest.mark.parametrize(
-    "kind", [slow(one) if one in AGAIN else one for one in (*LIES, *SPEEDS)]
+    "kind", [slow(name) if name in AGAIN else name for name in (*LIES, *SPEEDS)]
 )
 def test_a_lie_has_a_row(kind, honest, tmp_path, record_property):
     lies, rows = LIES.get(kind) or SPEEDS[kind]
     record_property("tried", len(lies))
     liar = make_liar(honest, tmp_path, lies, kind in SPEEDS)
-    known = verify_export(liar.folder, honest[1])
-    seen = {row.what: row.verdict for row in known.rows}
-    assert {what: seen.get(what) for what in rows} == rows, wrong_rows(known)
+    verdict = verify_export(liar.folder, honest[1])
+    verdicts = {row.what: row.verdict for row in verdict.rows}
+    assert {place: verdicts.get(place) for place in rows} == rows, wrong_rows(verdict)
     if WRONG in rows.values():
         with pytest.raises(NotVerifiedError) as raised:
-            known.require()
+            verdict.require()
         assert raised.value.exit_code == 1
 
 
@@ -944,25 +950,30 @@ def test_several_labels_have_a_threshold_each_and_one_label_has_none(honest, tmp
     """Of an export without them `kd-serve` would answer with one label."""
     subject, images, options = of_kind("sets", tmp_path)
     write(subject, tmp_path / "export", replace(options, int8=False, defer_share=0.0))
-    one = {"threshold": 0.5, "chosen": False, "images": 0}
+    threshold = {"threshold": 0.5, "chosen": False, "images": 0}
     lies: tuple[tuple[Path, Callable[[dict[str, Any]], Any]], ...] = (
         (tmp_path / "export", lambda output: output.pop("thresholds")),
         (tmp_path / "export", lambda output: output["thresholds"].pop("fig")),
-        (tmp_path / "export", lambda output: output["thresholds"].update(kiwi=one)),
+        (
+            tmp_path / "export",
+            lambda output: output["thresholds"].update(kiwi=threshold),
+        ),
     )
     for i, (folder, lie) in enumerate(lies):
         liar = Liar(shutil.copytree(folder, tmp_path / str(i)))
         lie(liar.manifest["output"])
         liar.redraw()
         liar.reseal()
-        seen = {
+        wrong = {
             row.what
             for row in verify_export(liar.folder, images).rows
             if row.verdict == WRONG
         }
-        assert seen & {"output/thresholds", "what kd-serve reads"}
+        assert wrong & {"output/thresholds", "what kd-serve reads"}
     one_label = Liar(shutil.copytree(honest[0], tmp_path / "one label"))
-    one_label.manifest["output"].update(thresholds={name: one for name in CLASSES})
+    one_label.manifest["output"].update(
+        thresholds={name: threshold for name in CLASSES}
+    )
     one_label.redraw()
     one_label.reseal()
     assert "what kd-serve reads" in {
@@ -982,17 +993,20 @@ def test_the_card_says_nothing_else(kind, honest, tmp_path):
 
 PLAIN = {  # nothing is sealed again
     "a number of the manifest": (
-        lambda x: x.set("parity/model.onnx/accuracy", 0.99),
+        setting("parity/model.onnx/accuracy", 0.99),
         "checksum",
     ),
     "a graph": (other_graph, "files/model.onnx/sha256"),
     "weights": (other_weights, "files/model.safetensors/sha256"),
     "a file more": (
-        lambda x: (x.folder / "more.py").write_text("1"),
+        lambda liar: (liar.folder / "more.py").write_text("1"),
         "files/more.py/sha256",
     ),
-    "no card": (lambda x: (x.folder / "README.md").unlink(), "files/README.md/sha256"),
-    "a file less": (lambda x: (x.folder / INT8).unlink(), f"files/{INT8}/sha256"),
+    "no card": (
+        lambda liar: (liar.folder / "README.md").unlink(),
+        "files/README.md/sha256",
+    ),
+    "a file less": (lambda liar: (liar.folder / INT8).unlink(), f"files/{INT8}/sha256"),
 }
 
 
@@ -1029,9 +1043,9 @@ def test_an_old_export_with_images_of_both_kinds_is_not_called_wrong(tmp_path):
     rows = {row.what: row.verdict for row in verify_export(liar.folder, images).rows}
     assert rows["parity/model.onnx/correct"] == OPEN
     assert not [
-        what
-        for what, verdict in rows.items()
-        if verdict == WRONG and what.startswith("parity/")
+        name
+        for name, verdict in rows.items()
+        if verdict == WRONG and name.startswith("parity/")
     ]
 
 
@@ -1039,7 +1053,7 @@ def test_a_file_more_is_the_only_wrong_row(honest, tmp_path):
     folder = shutil.copytree(honest[0], tmp_path / "export")
     (folder / "LICENSE").write_text("mit")
     rows = {row.what: row for row in verify_export(folder, honest[1]).rows}
-    assert [what for what, row in rows.items() if row.verdict == WRONG] == [
+    assert [name for name, row in rows.items() if row.verdict == WRONG] == [
         "files/LICENSE/sha256"
     ]
     assert "files are wrong" in rows["parity/model.onnx/correct"].why
@@ -1051,8 +1065,8 @@ def test_labels_are_not_shown_by_images_alone(honest, tmp_path):
     """
 
     def swapped(names: list[str]) -> list[str]:
-        other = {"apple": "fig", "fig": "apple"}
-        return [other.get(name, name) for name in names]
+        partner = {"apple": "fig", "fig": "apple"}
+        return [partner.get(name, name) for name in names]
 
     def lie(liar: Liar) -> None:
         named(liar, *swapped(list(CLASSES)))
@@ -1064,8 +1078,8 @@ def test_labels_are_not_shown_by_images_alone(honest, tmp_path):
             make_liar(honest, tmp_path, [lie]).folder, honest[1]
         ).rows
     }
-    for what in ("about/labels", "config.json/label_names", "images.csv/choice"):
-        assert (rows[what].verdict, "--run shows" in rows[what].why) == (OPEN, True)
+    for place in ("about/labels", "config.json/label_names", "images.csv/choice"):
+        assert (rows[place].verdict, "--run shows" in rows[place].why) == (OPEN, True)
 
 
 def test_links_lead_to_files_of_the_export_or_of_the_hub(tmp_path):
@@ -1083,8 +1097,8 @@ def test_links_lead_to_files_of_the_export_or_of_the_hub(tmp_path):
         (folder / name).symlink_to(f"{place}/file")
     out = {
         name
-        for name, one in present_files(folder, {}).items()
-        if one == {"sha256": "a link out of the folder"}
+        for name, entry in present_files(folder, {}).items()
+        if entry == {"sha256": "a link out of the folder"}
     }
     assert out == {"kd.json", "images.csv", "model.onnx"}
 
@@ -1092,21 +1106,21 @@ def test_links_lead_to_files_of_the_export_or_of_the_hub(tmp_path):
 def test_unverifiable_folders_are_refused(honest, tmp_path):
     export, images = honest
     (tmp_path / "none").mkdir()
-    other = tmp_path / "other"
-    painted(other, PIXELS, np.zeros(len(PIXELS), np.int64))
+    foreign = tmp_path / "other"
+    painted(foreign, PIXELS, np.zeros(len(PIXELS), np.int64))
     bare = shutil.copytree(export, tmp_path / "bare")
     (bare / MANIFEST).unlink()
     unlisted = Liar(shutil.copytree(export, tmp_path / "unlisted"))
     (unlisted.folder / "images.csv").unlink()
     unlisted.reseal()
-    for folder, data, code, said in (
+    for folder, data, code, message in (
         (unlisted.folder, images, 2, "--data: .* has no images.csv"),
         (bare, images, 3, "is not an export: manifest.json is missing"),
         (export, tmp_path / "none", 2, "--data: no images in"),
         (export, tmp_path / "gone", 2, "--data: .* does not exist"),
-        (export, other / "images", 2, "--data: .* holds 0 of the 120 images"),
+        (export, foreign / "images", 2, "--data: .* holds 0 of the 120 images"),
     ):
-        with pytest.raises(KdError, match=said) as raised:
+        with pytest.raises(KdError, match=message) as raised:
             verify_export(folder, data)
         assert raised.value.exit_code == code
         assert "\n" not in str(raised.value)

@@ -56,8 +56,8 @@ def raw(content: bytes) -> Callable[[Liar], bool]:
     return tell
 
 
-def told(path: str, value: Any) -> Callable[[Liar], None]:
-    return lambda liar: liar.set(path, value)
+def setting(path: str, value: Any, file: str = MANIFEST) -> Callable[[Liar], None]:
+    return lambda liar: liar.set(path, value, file)
 
 
 def written(name: str, content: bytes) -> Callable[[Liar], None]:
@@ -122,9 +122,9 @@ def graph(
         image = helper.make_tensor_value_info(
             "image", TensorProto.UINT8, ["batch", 3, 16, 16]
         )
-        made = helper.make_graph(nodes, "hostile", [image], [output], list(constants))
+        built = helper.make_graph(nodes, "hostile", [image], [output], list(constants))
         model = helper.make_model(
-            made, opset_imports=[helper.make_opsetid("", 20)], ir_version=9
+            built, opset_imports=[helper.make_opsetid("", 20)], ir_version=9
         )
         (liar.folder / "model.onnx").write_bytes(model.SerializeToString())
         graph_of(liar, "model.onnx")
@@ -162,7 +162,7 @@ def endless() -> Callable[[Liar], None]:
 def outside(liar: Liar) -> None:
     """Weights that lie in a file of the system."""
     model = onnx.load(liar.folder / "model.onnx")
-    tensor = max(model.graph.initializer, key=lambda one: len(one.raw_data))
+    tensor = max(model.graph.initializer, key=lambda weight: len(weight.raw_data))
     tensor.ClearField("raw_data")
     tensor.data_location = TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="../../../../../../etc/passwd")
@@ -174,7 +174,7 @@ def listed(text: str) -> Callable[[Liar], None]:
     return written("images.csv", text.encode())
 
 
-def stamped(liar: Liar, **more: Any) -> None:
+def stamped(liar: Liar) -> None:
     liar.manifest["accepted"] |= {"threads": 300, "sentence": "drop<=20 mb<=5 ms<=9"}
     liar.manifest["accepted"]["found"] |= {"ms": 1.0}
 
@@ -194,21 +194,21 @@ HOSTILE: dict[str, Callable[[Liar], Any]] = {
     "files a number": raw(b'{"files": 3, "checksum": 5}'),
     "files of numbers": raw(b'{"files": {"kd.json": 3}}'),
     "nothing but files": raw(b'{"files": {}}'),
-    "no scores": told("scores", None),
-    "NaN": told("parity/model.onnx/correct", float("nan")),
-    "a huge number": told("parity/model.onnx/correct", 10**400),
-    "text for a number": told("parity/model.onnx/correct", "many"),
-    "text for graphs": told("parity", "all right"),
-    "labels by name": told("about/labels", {"apple": 1}),
-    "size": told("input/size", 10**9),
-    "width": told("output/width", -1),
-    "control characters": told("name", "a\x1b[2Jb"),
+    "no scores": setting("scores", None),
+    "NaN": setting("parity/model.onnx/correct", float("nan")),
+    "a huge number": setting("parity/model.onnx/correct", 10**400),
+    "text for a number": setting("parity/model.onnx/correct", "many"),
+    "text for graphs": setting("parity", "all right"),
+    "labels by name": setting("about/labels", {"apple": 1}),
+    "size": setting("input/size", 10**9),
+    "width": setting("output/width", -1),
+    "control characters": setting("name", "a\x1b[2Jb"),
     "a path out of the folder": raw(b'{"files": {"../../../../etc/passwd": {"bytes": 1, "sha256": "0"}}}'),
-    "many keys": lambda x: x.manifest.update({f"key {i}": i for i in range(20_000)}),
+    "many keys": lambda liar: liar.manifest.update({f"key {i}": i for i in range(20_000)}),
     "300 threads": stamped,
-    "many threads": told("variants/model.onnx/speed/999999999999", FAST),
-    "another rule": told("output/defer/rule", {"__class__": 1}),
-    "a long sentence": told("accepted/sentence", "drop<=1 " * 100_000),
+    "many threads": setting("variants/model.onnx/speed/999999999999", FAST),
+    "another rule": setting("output/defer/rule", {"__class__": 1}),
+    "a long sentence": setting("accepted/sentence", "drop<=1 " * 100_000),
     "a pickle": pickled,
     "cut weights": cut,
     "a header of 2**60 bytes": written("model.safetensors", struct.pack("<Q", 2**60) + b"{}"),
@@ -231,9 +231,9 @@ HOSTILE: dict[str, Callable[[Liar], Any]] = {
     "a link to itself": linked("kd.json"),
     "a pipe": pipe,
     "a folder": directory,
-    "no such network": lambda x: x.set("architecture", "vit_of_nobody", "config.json"),
-    "a module": lambda x: x.set("architecture", {"module": "os:system"}, "config.json"),
-    "another argument": lambda x: x.set("model_args/depth", 10**6, "config.json"),
+    "no such network": setting("architecture", "vit_of_nobody", "config.json"),
+    "a module": setting("architecture", {"module": "os:system"}, "config.json"),
+    "another argument": setting("model_args/depth", 10**6, "config.json"),
     "a list for kd.json": written("kd.json", b"[]"),
     "a card of bytes": written("README.md", b"\xff\x00\x1b" * 100),
 }  # fmt: skip
@@ -281,7 +281,7 @@ SLOW = {
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in HOSTILE],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in HOSTILE],
 )
 def test_nothing_of_a_stranger_breaks_it(kind, honest, tmp_path):
     export, images = honest
@@ -293,14 +293,17 @@ def test_nothing_of_a_stranger_breaks_it(kind, honest, tmp_path):
         if kind not in UNDRAWN:
             liar.redraw()
         liar.reseal()
-    said, code = "", 0
+    message = ""
+    code = 0
     try:
-        known = verify_export(liar.folder, images)
-        said, code = "\n".join(known.lines), 1 if wrong_rows(known) else 0
-        json.dumps(known.rows)
+        verdict = verify_export(liar.folder, images)
+        message = "\n".join(verdict.lines)
+        code = 1 if wrong_rows(verdict) else 0
+        json.dumps(verdict.rows)
     except KdError as error:
-        said, code = str(error), error.exit_code
-    assert code in (1, 2, 3) or kind in ("control characters", "a module"), said
-    assert code in (0, 1) or "\n" not in said
-    assert "\x1b" not in said
+        message = str(error)
+        code = error.exit_code
+    assert code in (1, 2, 3) or kind in ("control characters", "a module"), message
+    assert code in (0, 1) or "\n" not in message
+    assert "\x1b" not in message
     assert not RAN.exists()

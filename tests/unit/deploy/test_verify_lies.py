@@ -59,8 +59,8 @@ def honest(once) -> tuple[Path, Path]:
     return folder / "export", folder / "images"
 
 
-def verdicts(known: Verdict) -> dict[str, str]:
-    return {row.what: row.verdict for row in known.rows}
+def verdicts(verdict: Verdict) -> dict[str, str]:
+    return {row.what: row.verdict for row in verdict.rows}
 
 
 # --------------------------------------------------------------------------------
@@ -71,7 +71,8 @@ def checked_again(liar: Liar, large: list[bytes], small: list[bytes]) -> None:
     """Write the self-check of the graphs as they are now, on these pictures, with
     bounds that fit.
     """
-    size, crop = liar.get("input/size"), liar.get("input/crop")
+    size = liar.get("input/size")
+    crop = liar.get("input/crop")
     pixels = np.stack([prepare(picture, size, crop).pixels for picture in large])
     crops = np.stack(
         [prepare(picture, self_check.SIDE, crop).pixels for picture in small]
@@ -138,16 +139,17 @@ def rolled(liar: Liar, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.onnx", pytest.param(INT8, marks=needs_vnni)])
-def test_a_graph_that_answers_otherwise_for_one_image(name, honest, tmp_path):
+def test_a_graph_that_answers_otherwise_for_one_image_is_wrong(name, honest, tmp_path):
     liar = make_liar(honest, tmp_path, [lambda liar: rolled(liar, name)])
-    engine, pixels = open_graph(liar.folder / name), PIXELS[:4]
-    alone = np.concatenate([engine(one[None]) for one in pixels])
+    engine = open_graph(liar.folder / name)
+    pixels = PIXELS[:4]
+    alone = np.concatenate([engine(image[None]) for image in pixels])
     np.testing.assert_allclose(
         alone, engine(pixels)[:, [1, 2, 0]], rtol=0.1, atol=0.1
     )  # it is the lie that is meant
-    seen = verdicts(verify_export(liar.folder, honest[1]))
-    assert seen[f"parity/{name}/correct"] == RIGHT  # which is counted on batches
-    assert seen[f"random images/{name}"] == WRONG
+    rows = verdicts(verify_export(liar.folder, honest[1]))
+    assert rows[f"parity/{name}/correct"] == RIGHT  # which is counted on batches
+    assert rows[f"random images/{name}"] == WRONG
 
 
 def grey() -> bytes:
@@ -156,7 +158,9 @@ def grey() -> bytes:
     return file.getvalue()
 
 
-def test_pictures_of_the_self_check_that_are_not_made_from_the_seed(honest, tmp_path):
+def test_pictures_of_the_self_check_that_are_not_made_from_the_seed_are_wrong(
+    honest, tmp_path
+):
     """Grey squares, with the pixels and outputs that belong to them: any graph would
     pass.
     """
@@ -165,20 +169,20 @@ def test_pictures_of_the_self_check_that_are_not_made_from_the_seed(honest, tmp_
         [grey() for _ in pictures] for pictures in self_check.large_and_small(16, 16)
     )
     liar = make_liar(honest, tmp_path, [lambda liar: checked_again(liar, large, small)])
-    seen = verdicts(verify_export(liar.folder))
-    assert [what for what, verdict in seen.items() if verdict == WRONG] == [
+    rows = verdicts(verify_export(liar.folder))
+    assert [name for name, verdict in rows.items() if verdict == WRONG] == [
         "self_check.npz"
     ]
 
 
 def test_another_encoder_may_make_other_pictures(honest, tmp_path):
     """Bytes of another Pillow prove nothing."""
-    made = [
+    lies = [
         lambda liar: checked_again(liar, [grey()] * 4, [grey()]),
         lambda liar: liar.set("environment/packages/pillow", "9.9"),
     ]
     assert (
-        verdicts(verify_export(make_liar(honest, tmp_path, made).folder))[
+        verdicts(verify_export(make_liar(honest, tmp_path, lies).folder))[
             "self_check.npz"
         ]
         == OPEN
@@ -196,7 +200,7 @@ def titled(liar: Liar, name: str) -> None:
     helper.set_model_props(
         model,
         {
-            **{one.key: one.value for one in model.metadata_props},
+            **{entry.key: entry.value for entry in model.metadata_props},
             "license": TEXTS["license"],
         },
     )
@@ -207,24 +211,24 @@ def titled(liar: Liar, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.onnx", INT8])
-def test_texts_in_a_graph(name, honest, tmp_path):
+def test_texts_in_a_graph_are_wrong(name, honest, tmp_path):
     liar = make_liar(honest, tmp_path, [lambda liar: titled(liar, name)])
-    seen = verdicts(verify_export(liar.folder))
-    assert [seen[f"{name}/{key}"] for key in ("license", "author", "doc_string")] == [
+    rows = verdicts(verify_export(liar.folder))
+    assert [rows[f"{name}/{key}"] for key in ("license", "author", "doc_string")] == [
         WRONG
     ] * 3
 
 
-def test_texts_in_the_weights(honest, tmp_path):
+def test_texts_in_the_weights_are_wrong(honest, tmp_path):
     def lie(liar: Liar) -> None:
         file = liar.folder / "model.safetensors"
         save_file(load_file(file), file, metadata={"format": "pt", **TEXTS})
 
-    seen = verdicts(verify_export(make_liar(honest, tmp_path, [lie]).folder))
-    assert seen["model.safetensors"] == WRONG
+    rows = verdicts(verify_export(make_liar(honest, tmp_path, [lie]).folder))
+    assert rows["model.safetensors"] == WRONG
 
 
-def test_texts_in_a_graph_of_openvino(tmp_path):
+def test_texts_in_a_graph_of_openvino_are_wrong(tmp_path):
     pytest.importorskip("openvino")
     subject, _ = painted(tmp_path, PIXELS, np.zeros(len(PIXELS), np.int64))
     write(subject, tmp_path / "export", ExportOptions(openvino=True, calibrate=False))
@@ -240,16 +244,16 @@ def test_texts_in_a_graph_of_openvino(tmp_path):
     graph_of(liar, "openvino.xml")
     liar.redraw()
     liar.reseal()
-    known = verify_export(liar.folder)
-    assert "license" in " ".join(wrong_rows(known)), known.line
+    verdict = verify_export(liar.folder)
+    assert "license" in " ".join(wrong_rows(verdict)), verdict.line
 
 
 def test_a_list_that_repeats_images_is_not_predicted(honest, tmp_path):
     """A list of two million lines took more than 150 s."""
     liar = make_liar(honest, tmp_path, [lambda liar: liar.rows(lambda rows: rows * 20)])
-    known = verify_export(liar.folder, honest[1])
-    assert verdicts(known)["images.csv/times"] == WRONG
-    assert verdicts(known)["parity/model.onnx/correct"] == OPEN
+    verdict = verify_export(liar.folder, honest[1])
+    assert verdicts(verdict)["images.csv/times"] == WRONG
+    assert verdicts(verdict)["parity/model.onnx/correct"] == OPEN
 
 
 # --------------------------------------------------------------------------------
@@ -260,7 +264,8 @@ def scored(logits: torch.Tensor, truth: torch.Tensor) -> Scored:
     """Return what a run of several labels records for a student and a teacher of other
     logits, read from its file.
     """
-    row, samples = {}, {}
+    row = {}
+    samples = {}
     for prefix, values in (
         ("", logits),
         ("teacher_", logits + torch.linspace(-3, 3, len(logits))[:, None]),
@@ -276,8 +281,8 @@ def scored(logits: torch.Tensor, truth: torch.Tensor) -> Scored:
         samples[f"{prefix}map"] = Samples(
             scores["map"], replicates=drawn, images=len(truth)
         )
-    made = Scored("val", 3, "0" * 16, len(truth), 2, row, samples)
-    return Scored.read(json.loads(json.dumps(made.record())))
+    record = Scored("val", 3, "0" * 16, len(truth), 2, row, samples)
+    return Scored.read(json.loads(json.dumps(record.record())))
 
 
 def test_differences_of_several_labels_are_those_of_the_scores(tmp_path):
@@ -297,5 +302,5 @@ def test_differences_of_several_labels_are_those_of_the_scores(tmp_path):
     )
     assert abs(student - teacher) > 0.01
     assert manifest["differences"]["teacher"]["value"] == student - teacher
-    known = verify_export(tmp_path / "export", images)
-    assert not wrong_rows(known), wrong_rows(known)
+    verdict = verify_export(tmp_path / "export", images)
+    assert not wrong_rows(verdict), wrong_rows(verdict)

@@ -34,32 +34,32 @@ def pair(subject, tmp_path):
     """A student that is often wrong where it is unsure, the export of a teacher that is
     right, and their images.
     """
-    made = subject()
+    base = subject()
     pixels = np.random.default_rng(5).integers(0, 256, (1200, 3, 16, 16), np.uint8)
-    labels = made.student.answer(torch.from_numpy(pixels)).argmax(1).numpy()
+    labels = base.student.answer(torch.from_numpy(pixels)).argmax(1).numpy()
 
     def images(limit, training=False):
         yield pixels[: limit or None], labels[: limit or None]
 
-    made = replace(made, images=lambda: nullcontext(images))
-    teacher = write(made, tmp_path / "teacher", ExportOptions(calibrate=False)).folder
-    student = copy.deepcopy(made.student)
+    base = replace(base, images=lambda: nullcontext(images))
+    teacher = write(base, tmp_path / "teacher", ExportOptions(calibrate=False)).folder
+    student = copy.deepcopy(base.student)
     torch.manual_seed(1)
     with torch.no_grad():
-        for one in student.network.parameters():
-            one += 0.018 * torch.randn_like(one)
+        for parameter in student.network.parameters():
+            parameter += 0.018 * torch.randn_like(parameter)
         right = (
             student.answer(torch.from_numpy(pixels)).argmax(1).numpy() == labels
         ).mean()
     assert 0.6 < right < 0.95
     metrics = {"accuracy": float(right), "teacher_accuracy": 1.0}
     provenance = {
-        **made.provenance,
+        **base.provenance,
         "metrics": metrics,
         "digest": digest(student.network),
     }
     return (
-        replace(made, student=student, provenance=provenance),
+        replace(base, student=student, provenance=provenance),
         teacher,
         pixels,
         labels,

@@ -29,7 +29,7 @@ from kd.parts.exporters import openvino
 from kd.parts.tasks import single_label
 
 
-def test_a_sentence():
+def test_a_sentence_is_read_as_limits():
     assert parse_limits("drop<=2  ms<=5.5 mb<=4 ece<=0") == {
         "drop": 2.0,
         "ms": 5.5,
@@ -40,7 +40,7 @@ def test_a_sentence():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("ms<5", r"'ms<5' is not WORD<=NUMBER, such as"),
         ("ms <= 5", "'ms' is not WORD<=NUMBER"),
@@ -55,14 +55,14 @@ def test_a_sentence():
         ("  ", "is empty"),
     ],
 )
-def test_malformed_limits_are_refused(text, told):
-    with pytest.raises(ValueError, match=told):
+def test_malformed_limits_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
         parse_limits(text)
 
 
-def test_by_how_much_a_graph_misses():
-    found = {"drop": 2.5, "mb": 4.0, "ece": float("nan")}
-    assert missed_limits(found, {"drop": 2, "mb": 4, "ms": 1, "ece": 3}) == [
+def test_it_says_by_how_much_a_graph_misses():
+    values = {"drop": 2.5, "mb": 4.0, "ece": float("nan")}
+    assert missed_limits(values, {"drop": 2, "mb": 4, "ms": 1, "ece": 3}) == [
         "drop by 0.5 (2.5)",
         "ece by nan (nan)",
     ]
@@ -146,18 +146,18 @@ def test_a_graph_that_cannot_be_written_is_no_end(subject, tmp_path, monkeypatch
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(graphs.runtimes, "write_int8", fails)
-    told = r"model\.int8\.onnx: cannot be written \(RuntimeError: no kernel\)"
-    with pytest.raises(NotAcceptedError, match=told):
+    message = r"model\.int8\.onnx: cannot be written \(RuntimeError: no kernel\)"
+    with pytest.raises(NotAcceptedError, match=message):
         write(subject(), tmp_path / "export", ExportOptions(accept="mb<=0.001"))
 
 
-def test_against_the_teacher(subject, tmp_path):
-    made = subject()
+def test_a_graph_is_compared_with_the_recorded_teacher(subject, tmp_path):
+    base = subject()
     with pytest.raises(ModelError, match="teacher-drop has nothing to compare with"):
-        write(made, tmp_path / "export", ExportOptions(accept="teacher-drop<=1"))
+        write(base, tmp_path / "export", ExportOptions(accept="teacher-drop<=1"))
     metrics = {"accuracy": 0.7, "teacher_accuracy": 0.75}
-    made = subject(provenance={**made.provenance, "metrics": metrics})
-    written = write(made, tmp_path / "export", ExportOptions(accept="teacher-drop<=6"))
+    base = subject(provenance={**base.provenance, "metrics": metrics})
+    written = write(base, tmp_path / "export", ExportOptions(accept="teacher-drop<=6"))
     assert written.manifest["accepted"]["found"] == {"teacher-drop": pytest.approx(5.0)}
 
 
@@ -185,41 +185,42 @@ def test_ten_judgements_hold_on_images_that_chose_nothing(
     processors differ in their int8 products: of ten three miss once in 600. To accept
     all of them would be right in six, to refuse all in six.
     """
-    right, accepted = 0, 0
+    right = 0
+    accepted = 0
     for trial in range(10):
-        made = subject()
+        base = subject()
         draw = np.random.default_rng(trial)
         pixels = draw.integers(0, 256, (4000, 3, 16, 16), np.uint8)
         torch.manual_seed(trial)
         with torch.no_grad():
-            for one in made.student.network.parameters():  # another student
-                one += 0.02 * torch.randn_like(one)
-            labels = made.student.answer(torch.from_numpy(pixels)).argmax(1).numpy()
+            for parameter in base.student.network.parameters():  # another student
+                parameter += 0.02 * torch.randn_like(parameter)
+            labels = base.student.answer(torch.from_numpy(pixels)).argmax(1).numpy()
         wrong = draw.random(4000) < 0.3
         labels[wrong] = draw.integers(0, 3, int(wrong.sum()))
 
         def images(limit, training=False, pixels=pixels, labels=labels):
             yield pixels[: min(limit, 2000)], labels[: min(limit, 2000)]
 
-        made = replace(made, images=lambda images=images: nullcontext(images))
-        most = (0.0, 0.2, 0.5, 1.0, 2.0)[trial % 5]
-        text = f"drop<={most:g} mb<=0.1"  # less than model.onnx takes
+        base = replace(base, images=lambda images=images: nullcontext(images))
+        bound = (0.0, 0.2, 0.5, 1.0, 2.0)[trial % 5]
+        text = f"drop<={bound:g} mb<=0.1"  # less than model.onnx takes
         folder = tmp_path / str(trial)
         try:
-            write(made, folder, ExportOptions(accept=text, calibrate=False))
-            kept = True
+            write(base, folder, ExportOptions(accept=text, calibrate=False))
+            is_accepted = True
         except NotAcceptedError:
-            write(made, folder, ExportOptions(int8=True, calibrate=False))
-            kept = False
+            write(base, folder, ExportOptions(int8=True, calibrate=False))
+            is_accepted = False
         runners = {"model.int8.onnx": open_graph(folder / "model.int8.onnx")}
-        found = compare(
-            eager_runner(made.student), runners, [(pixels[2000:], labels[2000:])]
+        outputs = compare(
+            eager_runner(base.student), runners, [(pixels[2000:], labels[2000:])]
         )
-        low, high = found.drop_interval(
+        low, high = outputs.drop_interval(
             "model.int8.onnx", single_label.build(single_label.Options())
         )
-        right += low <= most / 100 if kept else high >= most / 100
-        accepted += kept
+        right += low <= bound / 100 if is_accepted else high >= bound / 100
+        accepted += is_accepted
     record_property("tried", 10)
     print(f"right in {right} of 10, {accepted} accepted and {10 - accepted} refused")
     assert right >= 8

@@ -38,23 +38,24 @@ def test_the_scale_of_the_logits_is_found(scale):
 @pytest.mark.parametrize("scale", [0.2, 4.0])
 def test_no_other_temperature_is_likelier(scale):
     logits_NC, label_N = drawn(500, scale=scale)
-    found = temperature(logits_NC, label_N)
+    fitted = temperature(logits_NC, label_N)
 
     def nll(at: float) -> float:
         return nn.functional.cross_entropy(logits_NC.double() / at, label_N).item()
 
     assert all(
-        nll(found) < nll(found * factor) for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0)
+        nll(fitted) < nll(fitted * factor)
+        for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0)
     )
 
 
 def test_each_half_is_divided_by_the_temperature_of_the_other():
     logits_NC, label_N = drawn(501, scale=4.0)
-    found = logits_NC / cross_fitted(logits_NC, label_N)
+    divided = logits_NC / cross_fitted(logits_NC, label_N)
     for first in (0, 1):
-        other = temperature(logits_NC[1 - first :: 2], label_N[1 - first :: 2])
+        fitted = temperature(logits_NC[1 - first :: 2], label_N[1 - first :: 2])
         torch.testing.assert_close(
-            found[first::2], torch.full_like(found[first::2], other)
+            divided[first::2], torch.full_like(divided[first::2], fitted)
         )
 
 
@@ -79,7 +80,8 @@ def test_logits_are_divided(name):
     network = timm.create_model(name, num_classes=5).eval()
     image = torch.randn(2, 3, 224, 224)
     with torch.no_grad():
-        before_BC, features = network(image), network.forward_features(image)
+        before_BC = network(image)
+        features = network.forward_features(image)
         assert divide_logits(network, 4.0)
         torch.testing.assert_close(network(image), before_BC / 4)
         torch.testing.assert_close(
@@ -110,13 +112,17 @@ class Own(nn.Module):
 
     def __init__(self, before: bool) -> None:
         super().__init__()
-        self.before, self.one, self.two = before, nn.Linear(48, 3), nn.Linear(3, 3)
-        nn.init.normal_(self.one.weight)
+        self.before = before
+        self.first = nn.Linear(48, 3)
+        self.second = nn.Linear(3, 3)
+        nn.init.normal_(self.first.weight)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        hidden = self.one(pixels.flatten(1))
+        hidden = self.first(pixels.flatten(1))
         return (
-            hidden + self.two(hidden).tanh() if self.before else self.two(hidden.tanh())
+            hidden + self.second(hidden).tanh()
+            if self.before
+            else self.second(hidden.tanh())
         )
 
 
@@ -137,7 +143,9 @@ def test_a_network_of_ones_own_is_calibrated_where_its_logits_show_it(before):
     pixels = torch.randint(0, 256, (300, 3, 4, 4), dtype=torch.uint8)
     with torch.no_grad():
         logits_NC = student.answer(pixels)
-        kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        initial = {
+            name: tensor.clone() for name, tensor in network.state_dict().items()
+        }
         label_N = torch.multinomial(
             (logits_NC / (8.0 if before else 0.1)).softmax(1), 1
         )[:, 0]
@@ -147,7 +155,7 @@ def test_a_network_of_ones_own_is_calibrated_where_its_logits_show_it(before):
         assert not values
         assert "Own" in line
         assert all(
-            torch.equal(tensor, kept[name])
+            torch.equal(tensor, initial[name])
             for name, tensor in network.state_dict().items()
         )
     else:
@@ -163,10 +171,11 @@ def test_a_temperature_is_taken_only_where_its_gain_is_sure():
     student = Classifier(Network(Own(False)), 3, 4)
     pixels = torch.randint(0, 256, (100, 3, 4, 4), dtype=torch.uint8)
     with torch.no_grad():
-        logits_NC, taken, by_error = student.answer(pixels), {1.0: 0, 0.2: 0}, 0
-        for (
-            scale
-        ) in taken:  # 1: the labels are as the logits say, and what is fitted is chance
+        logits_NC = student.answer(pixels)
+        accepted = {1.0: 0, 0.2: 0}
+        by_error = 0
+        # 1: the labels are as the logits say, and what is fitted is chance
+        for scale in accepted:
             for seed in range(40):
                 generator = torch.Generator().manual_seed(seed)
                 label_N = torch.multinomial(
@@ -175,7 +184,7 @@ def test_a_temperature_is_taken_only_where_its_gain_is_sure():
                 values, line = calibrate(
                     copy.deepcopy(student), [(pixels.numpy(), label_N.numpy())]
                 )
-                taken[scale] += bool(values)
+                accepted[scale] += bool(values)
                 divided_NC = cross_fitted(logits_NC, label_N)
                 assert (
                     bool(values)
@@ -185,5 +194,5 @@ def test_a_temperature_is_taken_only_where_its_gain_is_sure():
                 by_error += scale == 1 and calibration_error(
                     divided_NC, label_N
                 ) < calibration_error(logits_NC, label_N)
-    assert taken[1.0] <= 2 < 8 < by_error
-    assert taken[0.2] >= 30
+    assert accepted[1.0] <= 2 < 8 < by_error
+    assert accepted[0.2] >= 30

@@ -22,36 +22,38 @@ def card(subject, tmp_path):
 
     def draw(
         task=None,
-        made: ExportArtifacts | None = None,
+        artifacts: ExportArtifacts | None = None,
         facts: dict | None = None,
         license: str = "",
-        **more,
+        **fields,
     ):
-        one = subject(**more)
-        one = replace(one, provenance={**subject().provenance, **one.provenance})
+        source = subject(**fields)
+        source = replace(
+            source, provenance={**subject().provenance, **source.provenance}
+        )
         kind = (task or SingleLabel()).__class__.__module__.rpartition(".")[2]
-        recipe = one.recipe.with_(task=TaskSection(kind=kind))
-        one = replace(one, recipe=recipe)
-        made = made or ExportArtifacts()
-        for name in made.parity:
+        recipe = source.recipe.with_(task=TaskSection(kind=kind))
+        source = replace(source, recipe=recipe)
+        artifacts = artifacts or ExportArtifacts()
+        for name in artifacts.parity:
             (tmp_path / name).touch()
         output = {
             "name": "embedding" if isinstance(task, Embedding) else "logits",
             "width": 24,
         }
-        output |= {"thresholds": made.thresholds} if made.thresholds else {}
-        shown = {
+        output |= {"thresholds": artifacts.thresholds} if artifacts.thresholds else {}
+        content = {
             "name": recipe.name,
             "version": "0123",
             "input": {"crop": 0.875, "size": 16},
             "output": output,
         }
-        shown |= {
-            "parity": made.parity,
+        content |= {
+            "parity": artifacts.parity,
             "environment": {"machine": {"processor": "a processor"}},
         }
-        shown |= receipt(one, made, tmp_path, license)
-        return drawn({**shown, **(facts or {})})
+        content |= receipt(source, artifacts, tmp_path, license)
+        return drawn({**content, **(facts or {})})
 
     return draw
 
@@ -68,19 +70,19 @@ def test_the_card_explains_the_outputs(card):
         "calibrated_ece": 0.02,
     }
     metrics = {"metrics": {"accuracy": 0.5, "top5": 1.0, "ece": 0.1}}
-    found = words(
-        card(made=ExportArtifacts(calibration=calibration), provenance=metrics)
+    text = words(
+        card(artifacts=ExportArtifacts(calibration=calibration), provenance=metrics)
     )
-    assert "divide them by 1.5, fitted on 200 validation images" in found
-    assert "from 10.0 % to 2.0 %" in found
-    assert "Every image is assigned one of the classes" in found
+    assert "divide them by 1.5, fitted on 200 validation images" in text
+    assert "from 10.0 % to 2.0 %" in text
+    assert "Every image is assigned one of the classes" in text
     limits = {
         "fig": {"threshold": 0.3, "chosen": True, "f1": 0.8},
         "pear": {"threshold": 0.5, "chosen": False},
     }
-    found = words(card(made=ExportArtifacts(thresholds=limits)))
-    assert "1 of 2 thresholds have the largest F1" in found
-    assert "the mean F1 is 80.0 %" in found
+    text = words(card(artifacts=ExportArtifacts(thresholds=limits)))
+    assert "1 of 2 thresholds have the largest F1" in text
+    assert "the mean F1 is 80.0 %" in text
     vectors = words(card(Embedding()))
     assert "pipeline_tag: image-feature-extraction" in vectors
     assert "Output: a vector of 24 numbers" in vectors

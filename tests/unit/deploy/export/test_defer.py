@@ -26,8 +26,11 @@ def upper(wrong: int, images: int) -> float:
     """Wilson's upper end of a 95 % interval, as in his paper: the larger root of (p -
     share)^2 = z^2 p (1 - p) / n.
     """
-    z, share = 1.959964, wrong / images
-    a, b, c = 1 + z * z / images, -(2 * share + z * z / images), share * share
+    z = 1.959964
+    share = wrong / images
+    a = 1 + z * z / images
+    b = -(2 * share + z * z / images)
+    c = share * share
     return (-b + math.sqrt(b * b - 4 * a * c)) / (2 * a)
 
 
@@ -49,39 +52,41 @@ def drawn(
 
 def test_it_is_the_lowest_confidence_whose_upper_end_holds():
     logits, labels = drawn(1200, 0)
-    found = choose(
+    chosen = choose(
         Rule(wrong=0.06), {"": logits, "model.onnx": logits}, labels, {}, CLASSES
     )
-    confidence, answer = (part.numpy() for part in logits.softmax(1).max(1))
+    confidence, answer = (tensor.numpy() for tensor in logits.softmax(1).max(1))
     right = answer == labels.numpy()
     candidates = []
     for threshold in confidence[::2]:
         sure = confidence[::2] >= threshold
         if upper(int((~right[::2][sure]).sum()), int(sure.sum())) <= 0.06:
             candidates.append(threshold)
-    assert found["threshold"] == min(candidates)
-    stated, sure = found["stated"]["model.onnx"], confidence[1::2] >= found["threshold"]
+    assert chosen["threshold"] == min(candidates)
+    stated = chosen["stated"]["model.onnx"]
+    sure = confidence[1::2] >= chosen["threshold"]
     assert (stated["images"], stated["answered"]) == (600, sure.sum())
     assert stated["passed_on"] == pytest.approx(1 - sure.mean())
     assert stated["wrong"] == pytest.approx((~right[1::2][sure]).mean())
     assert stated["wrong_interval"][1] == pytest.approx(
         upper((~right[1::2][sure]).sum(), sure.sum())
     )
-    assert json.loads(json.dumps(found))["rule"] == {"wrong": 0.06}
-    (line,) = defer_lines(found)
+    assert json.loads(json.dumps(chosen))["rule"] == {"wrong": 0.06}
+    (line,) = defer_lines(chosen)
     assert f"{100 * stated['passed_on']:.1f} %" in line
     assert f"{100 * stated['wrong']:.1f} %" in line
 
 
 def test_a_share_passes_that_share_on_and_equal_confidences_stay_together():
     logits, labels = drawn(2000, 1)
-    found = choose(
+    chosen = choose(
         Rule(share=0.2), {"": logits, "model.onnx": logits}, labels, {}, CLASSES
     )
     confidence = logits.softmax(1).amax(1)[::2]
-    assert int((confidence < found["threshold"]).sum()) == 200
-    assert 0.15 < found["stated"]["model.onnx"]["passed_on"] < 0.25
-    value, right = np.array([0.9, 0.9, 0.9, 0.5]), np.array([True, True, False, True])
+    assert int((confidence < chosen["threshold"]).sum()) == 200
+    assert 0.15 < chosen["stated"]["model.onnx"]["passed_on"] < 0.25
+    value = np.array([0.9, 0.9, 0.9, 0.5])
+    right = np.array([True, True, False, True])
     assert Rule(share=0.5).lowest(value, right)[0] == 0.9
     assert math.isnan(Rule(wrong=0.1).lowest(value, right)[0])
 
@@ -93,24 +98,25 @@ def test_the_promise_holds_on_new_images():
     exceeded = 0
     for seed in range(60):
         logits, labels = drawn(800, 100 + seed)
-        found = choose(Rule(wrong=0.1), {"": logits}, labels, {}, CLASSES)
+        chosen = choose(Rule(wrong=0.1), {"": logits}, labels, {}, CLASSES)
         logits, labels = drawn(20_000, 1000 + seed)
         best = logits.softmax(1).max(1)
-        sure = best.values >= found["threshold"]
+        sure = best.values >= chosen["threshold"]
         exceeded += float((best.indices != labels)[sure].double().mean()) > 0.1
     assert exceeded <= 3
 
 
 def test_each_of_several_labels_has_its_band():
     logits, labels = drawn(2000, 2, several=True)
-    found = choose(
+    chosen = choose(
         Rule(wrong=0.08), {"": logits, "model.onnx": logits}, labels, LIMITS, CLASSES
     )
     probability = responses.independent_probabilities(logits.numpy())
-    stated = found["stated"]["model.onnx"]
+    stated = chosen["stated"]["model.onnx"]
     surely = []
     for i, name in enumerate(CLASSES):
-        low, high = found["labels"][name]["low"], found["labels"][name]["high"]
+        low = chosen["labels"][name]["low"]
+        high = chosen["labels"][name]["high"]
         limit = LIMITS[name]["threshold"]
         assert 0 < low < limit < high < 1
         wrong = (probability[:, i] > limit) != (labels[:, i].numpy() > 0)
@@ -125,38 +131,40 @@ def test_each_of_several_labels_has_its_band():
         logits.numpy(),
         CLASSES,
         3,
-        [one["threshold"] for one in LIMITS.values()],
-        bands({"defer": found}, CLASSES),
+        [setting["threshold"] for setting in LIMITS.values()],
+        bands({"defer": chosen}, CLASSES),
     )
-    assert [one["sure"] for one in marked] == np.all(surely, 0).tolist()
-    for i, one in enumerate(marked):
-        flags = {entry["label"]: entry["sure"] for entry in one["top"]}
+    assert [prediction["sure"] for prediction in marked] == np.all(surely, 0).tolist()
+    for i, prediction in enumerate(marked):
+        flags = {entry["label"]: entry["sure"] for entry in prediction["top"]}
         assert flags == {name: bool(surely[c][i]) for c, name in enumerate(CLASSES)}
-        assert all(entry["sure"] == flags[entry["label"]] for entry in one["labels"])
+        assert all(
+            entry["sure"] == flags[entry["label"]] for entry in prediction["labels"]
+        )
     assert (
         max(stated["labels"], key=lambda name: stated["labels"][name]["wrong"])
-        in defer_lines(found)[0]
+        in defer_lines(chosen)[0]
     )
 
 
 def test_a_share_of_label_sets_is_of_images():
     logits, labels = drawn(2000, 3, several=True)
-    found = choose(
+    chosen = choose(
         Rule(share=0.3), {"": logits, "model.onnx": logits}, labels, LIMITS, CLASSES
     )
-    assert 0.25 < found["stated"]["model.onnx"]["passed_on"] < 0.35
+    assert 0.25 < chosen["stated"]["model.onnx"]["passed_on"] < 0.35
 
 
 def test_one_label_is_sure_from_the_threshold_on():
-    given = [
+    predictions = [
         {"label": "fig", "top": []},
         {"label": "fig", "top": []},
         {"label": "pear", "top": []},
     ]
     shares = np.array([[0.1, 0.8, 0.1], [0.21, 0.79, 0.0], [0.05, 0.05, 0.9]])
-    mark(given, shares, CLASSES, bands({"defer": {"threshold": 0.8}}, CLASSES))
-    assert [one["sure"] for one in given] == [True, False, True]
-    mark(given[:1], shares[:1], CLASSES, bands({}, CLASSES))
+    mark(predictions, shares, CLASSES, bands({"defer": {"threshold": 0.8}}, CLASSES))
+    assert [prediction["sure"] for prediction in predictions] == [True, False, True]
+    mark(predictions[:1], shares[:1], CLASSES, bands({}, CLASSES))
     assert (
         responses.write(
             responses.CSV,

@@ -42,18 +42,18 @@ def student(
     times as large as the others.
     """
     torch.manual_seed(0)
-    made = load(
+    model = load(
         Spec("student", name, args, ["apple", "fig", "pear"], free_size=not args), SIZE
     ).eval()
     with torch.no_grad():
-        made.network.head.weight *= (
+        model.network.head.weight *= (
             30  # logits that differ by more than eight bits round
         )
         if outliers:
-            for tensor in (made.network.norm.weight, made.network.norm.bias):
+            for tensor in (model.network.norm.weight, model.network.norm.bias):
                 tensor[:2] *= OUTLIERS
-            made.network.head.weight[:, :2] /= OUTLIERS
-    return made
+            model.network.head.weight[:, :2] /= OUTLIERS
+    return model
 
 
 @NNCF
@@ -66,9 +66,9 @@ def test_smoothquant_holds_where_dynamic_int8_does_not(tmp_path):
         "model.int8.onnx": runtimes.onnx_runner(tmp_path / "model.int8.onnx"),
         STATIC: runtimes.openvino_runner(tmp_path / STATIC, 1),
     }
-    found = compare(eager_runner(model), runners, images())
-    assert found.drop("model.int8.onnx", SingleLabel()) > 0.2
-    assert found.drop(STATIC, SingleLabel()) <= 0.1
+    compared = compare(eager_runner(model), runners, images())
+    assert compared.drop("model.int8.onnx", SingleLabel()) > 0.2
+    assert compared.drop(STATIC, SingleLabel()) <= 0.1
 
 
 def test_the_interval_is_that_of_the_same_images():
@@ -78,9 +78,9 @@ def test_the_interval_is_that_of_the_same_images():
     outputs = reference.clone()
     outputs[0] = torch.eye(4)[3]  # the graph is right where PyTorch is not,
     outputs[1:4] = torch.eye(4)[0]  # and wrong three times
-    found = GraphOutputs({EAGER: reference, "graph": outputs}, labels, [], {})
-    assert found.drop("graph", SingleLabel()) == pytest.approx(0.1)
-    assert found.drop_interval("graph", SingleLabel()) == paired_interval(3, 1, 20)
+    compared = GraphOutputs({EAGER: reference, "graph": outputs}, labels, [], {})
+    assert compared.drop("graph", SingleLabel()) == pytest.approx(0.1)
+    assert compared.drop_interval("graph", SingleLabel()) == paired_interval(3, 1, 20)
 
 
 @pytest.mark.parametrize(
@@ -111,17 +111,27 @@ def test_only_labelled_images_are_right_or_wrong(
     5.
     """
     outputs = torch.eye(2)[[1, 1, 1, 0, 1, 1, 0, 0, 0, 0]]
-    both, task = {EAGER: torch.eye(2)[[0] * 10], "graph": outputs}, SingleLabel()
-    found = GraphOutputs(both, torch.tensor(labels), [], {"graph": 1.0})
-    assert found.scores("graph", task).facts == facts
-    assert found.drop_interval("graph", task) == drop_interval
-    told = quality("graph", found, task)
-    assert (told["title"], told["score"], told["unit"], told["interval"]) == (
+    both = {EAGER: torch.eye(2)[[0] * 10], "graph": outputs}
+    task = SingleLabel()
+    compared = GraphOutputs(both, torch.tensor(labels), [], {"graph": 1.0})
+    assert compared.scores("graph", task).facts == facts
+    assert compared.drop_interval("graph", task) == drop_interval
+    described = quality("graph", compared, task)
+    assert (
+        described["title"],
+        described["score"],
+        described["unit"],
+        described["interval"],
+    ) == (
         *decides,
         "%",
         interval,
     )
-    assert (told["drop"], told["agreement"], told["images"]) == (drop, 0.5, 10)
+    assert (described["drop"], described["agreement"], described["images"]) == (
+        drop,
+        0.5,
+        10,
+    )
 
 
 def test_dynamic_int8_leaves_convolutions_as_they_are(tmp_path):
@@ -132,9 +142,9 @@ def test_dynamic_int8_leaves_convolutions_as_they_are(tmp_path):
     runtimes.write_onnx(runtimes.export_program(model, 32), tmp_path / "model.onnx")
     runtimes.write_int8(tmp_path / "model.onnx", tmp_path / "model.int8.onnx")
     weights = {
-        name: one.numel()
-        for name, one in model.network.named_parameters()
-        if one.ndim > 1
+        name: tensor.numel()
+        for name, tensor in model.network.named_parameters()
+        if tensor.ndim > 1
     }
     linear = sum(count for name, count in weights.items() if name.startswith("fc"))
     assert runtimes.int8_share(tmp_path / "model.int8.onnx") == pytest.approx(
@@ -174,16 +184,14 @@ def test_each_graph_has_its_own_calibration_error():
     PyTorch's are neither.
     """
     labels = torch.tensor([0, 1])
-    certain, even = (
-        torch.tensor([[40.0, 0.0], [40.0, 0.0]]),
-        torch.tensor([[0.01, 0.0], [0.01, 0.0]]),
-    )
-    own = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    found = GraphOutputs(
-        {EAGER: own, "certain": certain, "even": even},
+    certain = torch.tensor([[40.0, 0.0], [40.0, 0.0]])
+    even = torch.tensor([[0.01, 0.0], [0.01, 0.0]])
+    eager = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    compared = GraphOutputs(
+        {EAGER: eager, "certain": certain, "even": even},
         labels,
         [],
         {"certain": 1.0, "even": 2.0},
     )
-    assert found.facts("certain", SingleLabel())["ece"] == pytest.approx(0.5)
-    assert found.facts("even", SingleLabel())["ece"] == pytest.approx(0.0, abs=0.01)
+    assert compared.facts("certain", SingleLabel())["ece"] == pytest.approx(0.5)
+    assert compared.facts("even", SingleLabel())["ece"] == pytest.approx(0.0, abs=0.01)

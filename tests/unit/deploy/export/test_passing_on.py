@@ -45,12 +45,12 @@ def test_a_graph_with_the_second_export_is_accepted_where_none_is_alone(pair, tm
     """Every number is computed again from the graphs: the share holds on both halves,
     its numbers are of the second.
     """
-    made, teacher, pixels, labels = pair
+    subject, teacher, pixels, labels = pair
     text = "teacher-drop<=2.1 ms<=10000 mb<=1"
     with pytest.raises(NotAcceptedError, match="teacher-drop by"):
-        write(made, tmp_path / "alone", ExportOptions(accept=text, calibrate=False))
+        write(subject, tmp_path / "alone", ExportOptions(accept=text, calibrate=False))
     options = ExportOptions(accept=text, calibrate=False, second=teacher)
-    written = write(made, tmp_path / "export", options)
+    written = write(subject, tmp_path / "export", options)
     manifest = json.loads((written.folder / "manifest.json").read_text())
     chosen = manifest["cascade"]
     assert (chosen["sentence"], chosen["file"], manifest["pick"]) == (
@@ -65,16 +65,17 @@ def test_a_graph_with_the_second_export_is_accepted_where_none_is_alone(pair, tm
         in (written.folder / "README.md").read_text()
     )
 
-    logits, others = (
-        load(describe(one), 1, 1).engine(pixels).astype(np.float64)
-        for one in (written.folder, teacher)
+    logits, second_logits = (
+        load(describe(folder), 1, 1).engine(pixels).astype(np.float64)
+        for folder in (written.folder, teacher)
     )
     with torch.no_grad():
         trained = (
-            made.student.answer(torch.from_numpy(pixels)).double().numpy()
+            subject.student.answer(torch.from_numpy(pixels)).double().numpy()
         )  # these choose the threshold
     confidence, chosen_by = (
-        1 / np.exp(one - one.max(1, keepdims=True)).sum(1) for one in (logits, trained)
+        1 / np.exp(values - values.max(1, keepdims=True)).sum(1)
+        for values in (logits, trained)
     )
 
     def measured(share: float, half: slice) -> tuple[float, float]:
@@ -83,7 +84,7 @@ def test_a_graph_with_the_second_export_is_accepted_where_none_is_alone(pair, tm
         """
         order = np.sort(chosen_by[::2])[::-1]
         sure = confidence[half] >= order[math.ceil((1 - share) * len(order)) - 1]
-        answer = np.where(sure, logits[half].argmax(1), others[half].argmax(1))
+        answer = np.where(sure, logits[half].argmax(1), second_logits[half].argmax(1))
         drop = (trained[half].argmax(1) == labels[half]).mean() - (
             answer == labels[half]
         ).mean()
@@ -98,7 +99,9 @@ def test_a_graph_with_the_second_export_is_accepted_where_none_is_alone(pair, tm
     passed_on, behind = measured(share, HALVES[1])
     assert chosen["found"]["passed_on"] == pytest.approx(passed_on, abs=6e-5)
     assert chosen["found"]["teacher-drop"] == pytest.approx(behind, abs=6e-5)
-    both = sum((one / "model.onnx").stat().st_size for one in (written.folder, teacher))
+    both = sum(
+        (folder / "model.onnx").stat().st_size for folder in (written.folder, teacher)
+    )
     assert chosen["found"]["mb"] * 1e6 == pytest.approx(both, abs=51)
     assert 0 < chosen["found"]["ms"] <= 10000
     assert describe(written.folder).passed_on[0] == pytest.approx(passed_on, abs=0.002)
@@ -111,25 +114,29 @@ def test_a_graph_with_the_second_export_is_accepted_where_none_is_alone(pair, tm
 
 @pytest.mark.usefixtures("brief")
 def test_a_second_export_that_cannot_help_is_refused_before_any_work(pair, tmp_path):
-    made, teacher, *_ = pair
-    for options, told in (
+    subject, teacher, *_ = pair
+    for options, message in (
         ({}, "Give --accept"),
         ({"accept": "drop<=1", "defer_share": 0.1}, "neither --defer nor"),
     ):
-        with pytest.raises(ConfigError, match=told):
-            write(made, tmp_path / "export", ExportOptions(second=teacher, **options))
-    recipe = made.recipe
+        with pytest.raises(ConfigError, match=message):
+            write(
+                subject, tmp_path / "export", ExportOptions(second=teacher, **options)
+            )
+    recipe = subject.recipe
     larger = replace(
-        made, recipe=recipe.with_(data=replace(recipe.config.data, image_size=32))
+        subject, recipe=recipe.with_(data=replace(recipe.config.data, image_size=32))
     )
     with pytest.raises(ConfigError, match="takes images of 16 px"):
         write(
             larger, tmp_path / "export", ExportOptions(second=teacher, accept="drop<=1")
         )
-    other = replace(made, classes=("fig", "apple", "pear"))
+    reordered = replace(subject, classes=("fig", "apple", "pear"))
     with pytest.raises(ConfigError, match="classes of the student, in their order"):
         write(
-            other, tmp_path / "export", ExportOptions(second=teacher, accept="drop<=1")
+            reordered,
+            tmp_path / "export",
+            ExportOptions(second=teacher, accept="drop<=1"),
         )
     assert not (tmp_path / "export").exists()
 
@@ -141,23 +148,23 @@ def test_the_student_as_its_own_second_stays_as_far_behind_the_runs_teacher(
     """Before, its drop was 0: it was compared with itself. Nor is a larger share, up to
     all images, of any use.
     """
-    made, _, pixels, labels = pair
-    own = write(made, tmp_path / "own", ExportOptions(calibrate=False)).folder
+    subject, _, pixels, labels = pair
+    itself = write(subject, tmp_path / "own", ExportOptions(calibrate=False)).folder
     with torch.no_grad():
         right = (
-            made.student.answer(torch.from_numpy(pixels)).argmax(1).numpy() == labels
+            subject.student.answer(torch.from_numpy(pixels)).argmax(1).numpy() == labels
         ).mean()
-    options = ExportOptions(accept="teacher-drop<=1", calibrate=False, second=own)
+    options = ExportOptions(accept="teacher-drop<=1", calibrate=False, second=itself)
     with pytest.raises(NotAcceptedError) as error:
-        write(made, tmp_path / "export", options)
-    told = (
+        write(subject, tmp_path / "export", options)
+    pattern = (
         r"model\.onnx with the second export misses teacher-drop by \S+ \((\S+)\), with"
         r" 100(\.0)? % of 600 images"
     )
-    found = re.search(told, str(error.value))
-    assert found, error.value
-    assert float(found[1]) == pytest.approx(100 * (1 - right), rel=1e-3)
-    assert f"(without: teacher-drop by {99 - 100 * right:.3g} ({found[1]}))" in str(
+    match = re.search(pattern, str(error.value))
+    assert match, error.value
+    assert float(match[1]) == pytest.approx(100 * (1 - right), rel=1e-3)
+    assert f"(without: teacher-drop by {99 - 100 * right:.3g} ({match[1]}))" in str(
         error.value
     )
 
@@ -166,38 +173,40 @@ def test_a_share_above_half_is_found(pair, tmp_path):
     """This student is wrong among its sure predictions too; before, shares up to a half
     were tried.
     """
-    made, teacher, pixels, labels = pair
-    student = copy.deepcopy(made.student)
+    subject, teacher, pixels, labels = pair
+    student = copy.deepcopy(subject.student)
     torch.manual_seed(2)
     with torch.no_grad():
-        for one in student.network.parameters():
-            one += 0.05 * torch.randn_like(one)
+        for parameter in student.network.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
         trained = student.answer(torch.from_numpy(pixels)).double()
     right = (trained.argmax(1).numpy() == labels).mean()
     metrics = {"accuracy": float(right), "teacher_accuracy": 1.0}
-    made = replace(
-        made, student=student, provenance={**made.provenance, "metrics": metrics}
+    subject = replace(
+        subject, student=student, provenance={**subject.provenance, "metrics": metrics}
     )
     confidence = trained.softmax(1).max(1).values.numpy()
 
     def behind(share: float, half: slice) -> float:
         passed_on = confidence[half] < np.sort(confidence[::2])[math.floor(share * 600)]
-        left = ((trained.argmax(1).numpy() != labels)[half] & ~passed_on).mean()
-        return 100 * (left + (trained.argmax(1).numpy() == labels)[half].mean() - right)
+        wrong = ((trained.argmax(1).numpy() != labels)[half] & ~passed_on).mean()
+        return 100 * (
+            wrong + (trained.argmax(1).numpy() == labels)[half].mean() - right
+        )
 
     limit = 1 + max(behind(0.8, half) for half in HALVES)
     assert max(behind(0.5, half) for half in HALVES) > limit + 1
     options = ExportOptions(
         accept=f"teacher-drop<={limit:.3f}", calibrate=False, second=teacher
     )
-    manifest = write(made, tmp_path / "export", options).manifest
+    manifest = write(subject, tmp_path / "export", options).manifest
     assert 0.5 < manifest["output"]["defer"]["rule"]["share"] <= 0.8
     assert manifest["cascade"]["found"]["teacher-drop"] <= limit
 
 
 def test_numbers_of_the_first_model_are_not_said_of_both(pair, tmp_path):
-    made, teacher, pixels, _ = pair
-    small = write(made, tmp_path / "export", ExportOptions(defer_share=0.3)).folder
+    subject, teacher, pixels, _ = pair
+    small = write(subject, tmp_path / "export", ExportOptions(defer_share=0.3)).folder
     first, _ = describe_pair(small, second=teacher)
     single = describe(small)
     assert single.reference
@@ -208,7 +217,8 @@ def test_numbers_of_the_first_model_are_not_said_of_both(pair, tmp_path):
         ("alone", single.reference, False),
         ("both", first.reference, True),
     ):
-        watch, counted = ShiftWatch(watched), dict[str, int]()
+        watch = ShiftWatch(watched)
+        counted = dict[str, int]()
         for image in pixels[:250].transpose(0, 2, 3, 1):
             prediction = model.predict(model.open(image, LOCAL), 3)
             watch.add(
@@ -223,10 +233,10 @@ def test_numbers_of_the_first_model_are_not_said_of_both(pair, tmp_path):
         )
         metrics.watch_shift(watch)
         text = metrics.text().decode()
-        shown = dict(
+        reported = dict(
             re.findall(r'^kd_labels_total\{label="(\w+)"\} (\S+)$', text, re.MULTILINE)
         )
-        assert {label: float(count) for label, count in shown.items()} == counted
+        assert {label: float(count) for label, count in reported.items()} == counted
         assert (
             bool(re.search(r"^kd_expected_accuracy \S+$", text, re.MULTILINE))
             != returned
@@ -236,18 +246,18 @@ def test_numbers_of_the_first_model_are_not_said_of_both(pair, tmp_path):
     (tmp_path / "images").mkdir()
     for i, image in enumerate(pixels[:40].transpose(0, 2, 3, 1)):
         Image.fromarray(image).save(tmp_path / f"images/{i:02}.png")
-    for name, other in (("alone", None), ("both", teacher)):
+    for name, second in (("alone", None), ("both", teacher)):
         options = PredictOptions(
             export=small,
             images=str(tmp_path / "images"),
             to=tmp_path / f"{name}.csv",
-            second=other,
+            second=second,
         )
         line = predict(options).notes[0]
         assert bool(re.search(r"expected accuracy [0-9.]+%", line)) == (
-            other is None
+            second is None
         ), line
-        assert ("unknown with a second model" in line) == (other is not None), line
+        assert ("unknown with a second model" in line) == (second is not None), line
 
 
 def in_files(
@@ -275,13 +285,13 @@ def verdicts(export: Path, **options) -> dict[str, Row]:
 
 @pytest.mark.usefixtures("brief")
 def test_what_a_pair_promises_is_measured_again_with_the_second_export(pair, tmp_path):
-    made, teacher, pixels, labels = pair
+    subject, teacher, pixels, labels = pair
     images = tmp_path / "images"
     options = ExportOptions(
         accept="teacher-drop<=2.1 mb<=1", calibrate=False, second=teacher
     )
     folder = write(
-        in_files(made, pixels, labels, images), tmp_path / "export", options
+        in_files(subject, pixels, labels, images), tmp_path / "export", options
     ).folder
     row = "cascade/found/teacher-drop"
     with pytest.raises(DataError, match=r"--second: .*--data"):
@@ -289,11 +299,11 @@ def test_what_a_pair_promises_is_measured_again_with_the_second_export(pair, tmp
     alone = verdicts(folder, data=str(images))
     assert (alone[row].verdict, alone[row].why) == ("not checked", "--second shows it")
     honest = verdicts(folder, data=str(images), second=teacher)
-    assert {what for what, found in honest.items() if found.verdict == "WRONG"} <= {
+    assert {name for name, result in honest.items() if result.verdict == "WRONG"} <= {
         "licences/teacher"
     }  # of the fixture
-    shown = (row, "cascade/found/passed_on", "cascade/found/mb", "cascade/second")
-    assert {honest[what].verdict for what in shown} == {"right"}
+    rows = (row, "cascade/found/passed_on", "cascade/found/mb", "cascade/second")
+    assert {honest[name].verdict for name in rows} == {"right"}
     for second, words in (
         (images, "--second: .*no .*json"),
         (tmp_path / "gone", "--second: "),
@@ -301,11 +311,15 @@ def test_what_a_pair_promises_is_measured_again_with_the_second_export(pair, tmp
         with pytest.raises(DataError, match=words):
             verify(VerifyOptions(export=folder, data=str(images), second=second))
     manifest = json.loads((folder / "manifest.json").read_text())
-    found = manifest["cascade"]["found"]
-    found |= {"teacher-drop": found["teacher-drop"] - 1, "passed_on": 0.01}
+    claims = manifest["cascade"]["found"]
+    claims |= {"teacher-drop": claims["teacher-drop"] - 1, "passed_on": 0.01}
     package.seal(
         folder,
-        {key: one for key, one in manifest.items() if key not in ("files", "checksum")},
+        {
+            key: value
+            for key, value in manifest.items()
+            if key not in ("files", "checksum")
+        },
     )
     lied = verdicts(folder, data=str(images), second=teacher)
     assert (lied[row].verdict, lied["cascade/found/passed_on"].verdict) == (

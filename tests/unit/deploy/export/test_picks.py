@@ -16,7 +16,7 @@ from kd.parts.tasks import label_sets
 from kd.parts.tasks.embedding import recalled
 
 
-def test_a_row_of_the_table(tmp_path):
+def test_a_row_of_the_table_has_what_was_measured(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(bytes(2_500_000))
     graph = {
@@ -27,16 +27,14 @@ def test_a_row_of_the_table(tmp_path):
         "agreement": 0.99,
     }
     measured = facts(path, graph, {1: Latency(10.0, 20.0, 100.0, 99.0)})
-    (shown,) = variant_rows(
-        {"variants": {"model.onnx": measured}, "pick": "model.onnx"}
-    )
-    assert shown["file"] == "model.onnx (accepted)"
-    assert (shown["p50 ms"], shown["accuracy"], shown["95 %"]) == (
+    (row,) = variant_rows({"variants": {"model.onnx": measured}, "pick": "model.onnx"})
+    assert row["file"] == "model.onnx (accepted)"
+    assert (row["p50 ms"], row["accuracy"], row["95 %"]) == (
         "10.00",
         "90.0 %",
         "88.0 % to 92.0 %",
     )
-    assert (shown["MB"], shown["images/s"], shown["memory MB"]) == (
+    assert (row["MB"], row["images/s"], row["memory MB"]) == (
         "2.50",
         "100.0",
         "99",
@@ -48,7 +46,7 @@ def test_a_row_of_images_without_labels_has_one_column_for_the_same_predictions(
     speed = {
         "1": {"p50_ms": 1.0, "p99_ms": 2.0, "images_per_second": 3.0, "memory_mb": 4.0}
     }
-    one = {
+    measured = {
         "title": AS_TRAINED,
         "unit": "%",
         "score": 0.5,
@@ -56,9 +54,9 @@ def test_a_row_of_images_without_labels_has_one_column_for_the_same_predictions(
         "agreement": 0.5,
         "bytes": 1,
     }
-    (shown,) = variant_rows({"variants": {"model.onnx": {**one, "speed": speed}}})
-    assert list(shown)[-2:] == ["as trained", "95 %"]
-    assert (shown["as trained"], shown["95 %"]) == ("50.0 %", "20.0 % to 80.0 %")
+    (row,) = variant_rows({"variants": {"model.onnx": {**measured, "speed": speed}}})
+    assert list(row)[-2:] == ["as trained", "95 %"]
+    assert (row["as trained"], row["95 %"]) == ("50.0 %", "20.0 % to 80.0 %")
 
 
 @pytest.mark.parametrize("name", ["repvit_m0_9", "fastvit_t8"])
@@ -86,7 +84,7 @@ def test_a_vit_has_no_branches():
     assert runtimes.reparameterized(student) is student
 
 
-def test_a_search_in_the_teachers_index():
+def test_a_search_in_the_teachers_index_is_that_over_all_pairs():
     """Against loops over all pairs, in float64; the teacher's own vectors find
     themselves.
     """
@@ -94,44 +92,45 @@ def test_a_search_in_the_teachers_index():
     bank, student, teacher = (
         torch.nn.functional.normalize(torch.randn(n, 8), dim=1) for n in (60, 20, 20)
     )
-    label, wanted = torch.randint(0, 12, (60,)), torch.randint(0, 12, (20,))
-    right, found = recalled(bank, label, student, teacher, wanted)
+    label = torch.randint(0, 12, (60,))
+    truth = torch.randint(0, 12, (20,))
+    right, overlap = recalled(bank, label, student, teacher, truth)
     shares = []
-    for one, other, mine, own in zip(
+    for student_vector, teacher_vector, student_right, teacher_right in zip(
         student, teacher, right["recall"], right["teacher_recall"], strict=True
     ):
         near = [
             sorted(range(60), key=lambda n, q=q: -float(bank[n].double() @ q.double()))[
                 :10
             ]
-            for q in (one, other)
+            for q in (student_vector, teacher_vector)
         ]
         shares.append(len(set(near[0]) & set(near[1])) / 10)
         i = len(shares) - 1
-        assert [any(label[n] == wanted[i] for n in each) for each in near] == [
-            bool(mine),
-            bool(own),
+        assert [any(label[n] == truth[i] for n in each) for each in near] == [
+            bool(student_right),
+            bool(teacher_right),
         ]
-    assert found == pytest.approx(sum(shares) / 20)
-    same, all_found = recalled(bank, label, teacher, teacher, wanted)
+    assert overlap == pytest.approx(sum(shares) / 20)
+    same, all_found = recalled(bank, label, teacher, teacher, truth)
     assert all_found == 1.0
     assert torch.equal(same["recall"], same["teacher_recall"])
 
 
 @pytest.mark.parametrize(
-    ("p50", "p99", "cpu", "wanted"),
+    ("p50", "p99", "cpu", "noisy"),
     [(2.0, 5.0, 0.4, False), (2.0, 6.5, 0.4, True), (39.5, 41.0, 0.42, True)],
 )
-def test_times_that_other_work_disturbed(p50, p99, cpu, wanted):
+def test_times_that_other_work_disturbed_are_noisy(p50, p99, cpu, noisy):
     """Issue 49: before, the pick came out of such noise without a word."""
-    assert is_noisy(Latency(p50, p99, 1.0, 1.0), cpu) is wanted
+    assert is_noisy(Latency(p50, p99, 1.0, 1.0), cpu) is noisy
 
 
 @pytest.mark.parametrize(("clients", "rate"), [(1, 2.5), (4, 10.0)])
 def test_the_rate_is_that_of_all_clients_together(clients, rate):
     """Each sends four requests in 1.6 seconds."""
-    found = bench._latency([0.5, 0.1, 0.8, 0.2] * clients, clients, 99.0)
-    assert found == Latency(500.0, 800.0, pytest.approx(rate), 99.0)
+    latency = bench._latency([0.5, 0.1, 0.8, 0.2] * clients, clients, 99.0)
+    assert latency == Latency(500.0, 800.0, pytest.approx(rate), 99.0)
 
 
 def test_a_row_has_the_latency_of_one_client_and_the_rate_of_many(
@@ -147,13 +146,13 @@ def test_a_row_has_the_latency_of_one_client_and_the_rate_of_many(
         }
 
     monkeypatch.setattr(bench, "ask", ask)
-    found = measure(
+    speeds = measure(
         tmp_path, {"a": 9.0, "b": 9.0}, np.zeros((3, 8, 8), np.uint8), (1, 4)
     )
-    assert calls == [(tmp_path, ("a", "b"), *one) for one in ((1, 1), (4, 1), (4, 4))]
+    assert calls == [(tmp_path, ("a", "b"), *call) for call in ((1, 1), (4, 1), (4, 4))]
     for name in ("a", "b"):
-        assert found[name][1] == Latency(10.0, 12.0, 100.0, 50.0)
-        assert found[name][4] == Latency(
+        assert speeds[name][1] == Latency(10.0, 12.0, 100.0, 50.0)
+        assert speeds[name][4] == Latency(
             40.0, 48.0, 400.0, 50.0
         )  # p50 of one client, images/s of four
 
@@ -162,14 +161,12 @@ def test_the_interval_of_a_graphs_map_ends_at_100_percent():
     """The card of a small export said "-32.8 % to 70.4 %"."""
     logits = torch.tensor([[2.0, -1.0], [1.0, 1.0], [0.0, 0.0], [-1.0, 2.0]])
     truth = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]], dtype=torch.int8)
-    task, outputs = (
-        label_sets.build(label_sets.Options()),
-        {
-            EAGER: logits,
-            "model.onnx": logits,
-        },
-    )
-    made = GraphOutputs(outputs, truth, (), {"model.onnx": 1.0})
-    low, high = made.interval("model.onnx", task)
+    task = label_sets.build(label_sets.Options())
+    outputs = {
+        EAGER: logits,
+        "model.onnx": logits,
+    }
+    graphs = GraphOutputs(outputs, truth, (), {"model.onnx": 1.0})
+    low, high = graphs.interval("model.onnx", task)
     assert low < 1 < high
-    assert quality("model.onnx", made, task)["interval"] == (low, 1.0)
+    assert quality("model.onnx", graphs, task)["interval"] == (low, 1.0)

@@ -22,9 +22,10 @@ def keys(tmp_path):
     """Return paths of two pairs of keys (private, public), as openssl makes them."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here")
-    made = []
+    pairs = []
     for name in ("ours", "theirs"):
-        private, public = tmp_path / f"{name}.pem", tmp_path / f"{name}.pub"
+        private = tmp_path / f"{name}.pem"
+        public = tmp_path / f"{name}.pub"
         for command in (
             [
                 "openssl",
@@ -39,8 +40,8 @@ def keys(tmp_path):
             ["openssl", "ec", "-in", private, "-pubout", "-out", public],
         ):
             subprocess.run(command, check=True, capture_output=True)
-        made.append((private, public))
-    return made
+        pairs.append((private, public))
+    return pairs
 
 
 def signature(folder, **options) -> Row:
@@ -57,14 +58,14 @@ def verdicts(folder) -> list[str]:
 
 
 def test_a_signature_says_whose_export_it_is(subject, keys, tmp_path):
-    (private, public), (_, other) = keys
+    (private, public), (_, stranger) = keys
     plain = write(subject(), tmp_path / "plain", ExportOptions()).folder
     assert signature(plain)[3:] == ("not checked", "consistent, not signed")
     assert signature(plain, signed_by=public).verdict == "WRONG"
     signed = write(subject(), tmp_path / "signed", ExportOptions(sign=private)).folder
     assert signature(signed).verdict == "not checked"
     assert signature(signed, signed_by=public).verdict == "right"
-    assert signature(signed, signed_by=other).verdict == "WRONG"
+    assert signature(signed, signed_by=stranger).verdict == "WRONG"
     assert verdicts(signed) == verdicts(plain)
     assert describe(signed).name == "small"  # kd-serve reads it
     content = json.loads((signed / "manifest.json").read_text())

@@ -38,8 +38,8 @@ def files(folder) -> set[str]:
 
 
 def test_only_requested_graphs_are_written(subject, tmp_path):
-    made = subject()
-    written = write(made, tmp_path / "export", ExportOptions(pt2=True, int8=True))
+    base = subject()
+    written = write(base, tmp_path / "export", ExportOptions(pt2=True, int8=True))
     plain = {
         "README.md",
         "config.json",
@@ -55,9 +55,9 @@ def test_only_requested_graphs_are_written(subject, tmp_path):
         "self_check.npz",
     }
     manifest = json.loads((written.folder / "manifest.json").read_text())
-    said = json.loads(json.dumps(written.manifest))
+    returned = json.loads(json.dumps(written.manifest))
     assert {
-        **said,
+        **returned,
         "files": manifest["files"],
         "checksum": manifest["checksum"],
     } == manifest
@@ -75,10 +75,10 @@ def test_only_requested_graphs_are_written(subject, tmp_path):
         line.startswith("model.int8.onnx") and "drop 0.00 points (95 %: " in line
         for line in written.lines
     )
-    assert manifest["version"] == made.provenance["digest"][:12]
+    assert manifest["version"] == base.provenance["digest"][:12]
     pixels = np.random.default_rng(1).integers(0, 256, (2, 3, 16, 16), np.uint8)
     with torch.no_grad():
-        expected = made.student.answer(torch.from_numpy(pixels)).numpy()
+        expected = base.student.answer(torch.from_numpy(pixels)).numpy()
     assert (
         np.abs(load(describe(written.folder), 1, 1).engine(pixels) - expected).max()
         < 1e-4
@@ -101,7 +101,8 @@ def test_calibration_fixes_confidences_and_keeps_predictions(subject, tmp_path):
     temperature.
     """
     pixels = np.random.default_rng(2).integers(0, 256, (200, 3, 16, 16), np.uint8)
-    plain, made = subject().student, subject()
+    plain = subject().student
+    base = subject()
     with torch.no_grad():
         logits = plain.answer(torch.from_numpy(pixels))
         logits -= logits.mean(0)  # random weights answer with one class
@@ -109,13 +110,15 @@ def test_calibration_fixes_confidences_and_keeps_predictions(subject, tmp_path):
     labels = torch.multinomial(sharp, 1, generator=torch.Generator().manual_seed(0))[
         :, 0
     ].numpy()
-    made = replace(made, images=lambda: nullcontext(lambda limit: [(pixels, labels)]))
-    for kept in (plain, made.student):
+    base = replace(base, images=lambda: nullcontext(lambda limit: [(pixels, labels)]))
+    for student in (plain, base.student):
         with torch.no_grad():
-            kept.network.head.bias -= kept.answer(torch.from_numpy(pixels)).mean(0)
-            for parameter in kept.network.head.parameters():
+            student.network.head.bias -= student.answer(torch.from_numpy(pixels)).mean(
+                0
+            )
+            for parameter in student.network.head.parameters():
                 parameter /= logits.std()
-    written = write(made, tmp_path / "export", ExportOptions())
+    written = write(base, tmp_path / "export", ExportOptions())
     assert any(line.startswith("calibrated: ") for line in written.lines)
     facts = json.loads((written.folder / "kd.json").read_text())["calibration"]
     assert facts["images"] == 200
@@ -126,7 +129,7 @@ def test_calibration_fixes_confidences_and_keeps_predictions(subject, tmp_path):
     np.testing.assert_allclose(
         after * facts["temperature"], before, rtol=1e-3, atol=1e-4
     )
-    assert written.manifest["version"] != made.provenance["digest"][:12]
+    assert written.manifest["version"] != base.provenance["digest"][:12]
 
 
 def broken(program, path, output, write=runtimes.write_onnx) -> None:
@@ -177,7 +180,7 @@ def test_a_tolerance_is_kept(subject, tmp_path):
         ({"defer": 0.02, "defer_share": 0.1}, SINGLE, "--defer: and --defer-share"),
     ],
 )
-def test_options_that_do_not_go_together(named, task, words):
+def test_options_that_do_not_go_together_are_refused(named, task, words):
     with pytest.raises(ConfigError, match=words):
         ExportOptions(**named).require(task)
 
@@ -194,7 +197,7 @@ def test_a_failing_int8_step_leaves_the_float_graphs_of_a_comparison(
 
     monkeypatch.setattr(graphs.runtimes, "write_int8", fails)
 
-    def measure(folder, cpu_ms, *rest):
+    def measure(folder, cpu_ms, *args):
         return {name: {1: Latency(2.0, 3.0, 400.0, 50.0)} for name in cpu_ms}
 
     # a server has nothing to do with it
@@ -220,19 +223,20 @@ def test_foreign_files_added_during_an_export_are_kept(subject, tmp_path):
             folder.mkdir(exist_ok=True)
             (folder / file).write_text("mine")
 
-    folder, fresh = tmp_path / "export", tmp_path / "fresh"
+    folder = tmp_path / "export"
+    fresh = tmp_path / "fresh"
     write(subject(), folder, ExportOptions(onnx=False))
-    before = {one.name: one.read_bytes() for one in folder.iterdir()}
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(RunError, match=r"notes\.txt"):
         exported_while(folder, "notes.txt")
-    assert {one.name: one.read_bytes() for one in folder.iterdir()} == {
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
         **before,
         "notes.txt": b"mine",
     }
     with pytest.raises(RunError, match="not an exported model"):
         exported_while(fresh, "mine.jpg")
-    assert [one.name for one in fresh.iterdir()] == ["mine.jpg"]
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["export", "fresh"]
+    assert [path.name for path in fresh.iterdir()] == ["mine.jpg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "fresh"]
 
 
 @pytest.mark.parametrize(

@@ -69,15 +69,15 @@ def expected(exported, pictures) -> dict[str, dict]:
         for p in sorted(pictures.rglob("*"))
         if p.is_file() and ".hidden" not in str(p)
     ]
-    found = {}
+    answers = {}
     for path in good:
         if path.name not in ("cut.jpg", "empty.png", "old.bmp", "notes.txt"):
             pixels = prepare(path.read_bytes(), model.size, model.crop, Limits()).pixels
-            found[path.relative_to(pictures).as_posix()] = predictions(
+            answers[path.relative_to(pictures).as_posix()] = predictions(
                 model.engine(pixels[None]), model.labels, 2
             )[0]
-    assert len(found) == 6
-    return found
+    assert len(answers) == 6
+    return answers
 
 
 def test_drafts_of_a_killed_process_go(exported, pictures, command, tmp_path):
@@ -110,22 +110,22 @@ def test_a_folder_becomes_csv(exported, pictures, expected, command, tmp_path):
         "old.bmp",
         "gone.webp",
     }
-    for name, one in expected.items():
-        best, second = one["top"]
-        found = rows.pop(name)
-        assert (found["label"], float(found["score"])) == (best["label"], best["score"])
-        assert (found["label_2"], float(found["score_2"])) == (
+    for name, prediction in expected.items():
+        best, second = prediction["top"]
+        row = rows.pop(name)
+        assert (row["label"], float(row["score"])) == (best["label"], best["score"])
+        assert (row["label_2"], float(row["score_2"])) == (
             second["label"],
             second["score"],
         )
-        assert not found["error"]
-    wanted = {
+        assert not row["error"]
+    reasons = {
         "cut.jpg": "damaged",
         "empty.png": "empty",
         "old.bmp": "JPEG, PNG, WEBP",
         "gone.webp": "No such file",
     }
-    for name, word in wanted.items():
+    for name, word in reasons.items():
         assert word in rows[name]["error"]
         assert f"{name}: " in answer.err
         assert not rows[name]["label"]
@@ -147,15 +147,15 @@ def test_photographs_of_phones_do_not_vanish(exported, pictures, command, tmp_pa
 
 def jsonl(path: Path) -> dict[str, dict]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    found = {row.pop("image"): row for row in rows}
-    assert len(found) == len(rows)
-    return found
+    by_image = {row.pop("image"): row for row in rows}
+    assert len(by_image) == len(rows)
+    return by_image
 
 
-def run(exported: Path, given: object, target: Path, **more) -> Path:
+def run(exported: Path, images: object, target: Path, **options) -> Path:
     predict(
         PredictOptions(
-            export=exported, images=str(given), to=target, top=2, cores=2, **more
+            export=exported, images=str(images), to=target, top=2, cores=2, **options
         )
     )
     return target
@@ -165,7 +165,7 @@ def test_every_form_of_images_and_results_gives_the_same(
     exported, pictures, expected, tmp_path, aws, monkeypatch
 ):
     names = [name for name in expected if "\n" not in name]
-    wanted = {name: expected[name] for name in names}
+    answers = {name: expected[name] for name in names}
     listed = tmp_path / "listed.txt"
     listed.write_text(
         "\n".join(
@@ -176,7 +176,9 @@ def test_every_form_of_images_and_results_gives_the_same(
     rows = jsonl(run(exported, listed, tmp_path / "listed.jsonl"))
     assert "no such file" in rows.pop("s3://bucket/missing.jpg")["error"]
     assert rows.pop("missing.jpg") == {"error": "No such file or directory"}
-    assert rows == {str(pictures / name): one for name, one in list(wanted.items())[:2]}
+    assert rows == {
+        str(pictures / name): answer for name, answer in list(answers.items())[:2]
+    }
 
     shard = tmp_path / "few-000.tar"
     with tarfile.open(shard, "w") as tar:
@@ -186,7 +188,7 @@ def test_every_form_of_images_and_results_gives_the_same(
     rows = jsonl(run(exported, tmp_path / "few-{000..000}.tar", tmp_path / "tar.jsonl"))
     assert rows == {
         f"few-000.tar/{name.rpartition('.')[0]}.{name.rpartition('.')[2].lower()}": (
-            wanted[name]
+            answers[name]
         )
         for name in names
     }
@@ -196,7 +198,7 @@ def test_every_form_of_images_and_results_gives_the_same(
         s3.upload_file(str(pictures / name), "bucket", f"photos/{name}")
     s3.put_object(Bucket="bucket", Key="photos/notes.txt", Body=b"no image")
     assert jsonl(run(exported, "s3://bucket/photos", tmp_path / "s3.jsonl")) == {
-        f"s3://bucket/photos/{name}": one for name, one in wanted.items()
+        f"s3://bucket/photos/{name}": answer for name, answer in answers.items()
     }
     s3.upload_file(str(shard), "bucket", "few-000.tar")
     run(exported, "s3://bucket/few-*.tar", tmp_path / "s3_tar.jsonl")
@@ -215,7 +217,7 @@ def test_every_form_of_images_and_results_gives_the_same(
     } == rows
 
 
-def test_killed_and_resumed_without_a_duplicate_or_a_gap(
+def test_a_killed_job_resumes_without_a_duplicate_or_a_gap(
     exported, pictures, expected, tmp_path
 ):
     """Stopped by SIGTERM, killed by SIGKILL, with a line cut off, then finished: the
@@ -228,7 +230,7 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(
             * 1500
         )
     )
-    whole = run(exported, listed, tmp_path / "whole.csv").read_bytes()
+    uninterrupted = run(exported, listed, tmp_path / "whole.csv").read_bytes()
     target = tmp_path / "killed.csv"
     journal = tmp_path / "killed.csv.part"
     argv = [
@@ -242,7 +244,7 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(
         "--top",
         "2",
     ]
-    begun = 0
+    written = 0
     for number, code in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
         process = subprocess.Popen(
             argv,
@@ -251,7 +253,7 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(
             stderr=subprocess.PIPE,
         )
         wait_until(
-            lambda size=begun + 20_000: (
+            lambda size=written + 20_000: (
                 journal.is_file() and journal.stat().st_size > size
             ),
             process,
@@ -259,24 +261,24 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(
         process.send_signal(number)
         process.communicate(timeout=30)
         assert process.returncode == code
-        begun = journal.stat().st_size
+        written = journal.stat().st_size
         assert not target.exists()
     rows = journal.read_bytes().splitlines()
     assert 100 < len(rows) < 4500
     with journal.open("ab") as file:
         file.write(b'{"image": "cut o')
-    done = subprocess.run(
+    resumed = subprocess.run(
         argv,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert target.read_bytes() == whole
-    assert "1500 images are unreadable" in done.stderr
+    assert resumed.returncode == 0, resumed.stderr
+    assert target.read_bytes() == uninterrupted
+    assert "1500 images are unreadable" in resumed.stderr
     (last,) = [
-        line for line in done.stdout.splitlines() if " by an earlier start, " in line
+        line for line in resumed.stdout.splitlines() if " by an earlier start, " in line
     ]
     assert int(last.split(" images, ")[1].split()[0]) in range(len(rows) - 2, len(rows))
 
@@ -293,28 +295,29 @@ def twenty(pictures, tmp_path) -> Path:
     return folder
 
 
-def with_journal(exported: Path, given: object, target: Path) -> Path:
+def with_journal(exported: Path, images: object, target: Path) -> Path:
     """Classify everything; return a journal as it was in the moment before it was
     removed.
     """
-    journal, kept = target.with_name(target.name + ".part"), target.with_name("kept")
+    journal = target.with_name(target.name + ".part")
+    saved = target.with_name("kept")
     journal.touch()
-    os.link(journal, kept)
-    run(exported, given, target)
+    os.link(journal, saved)
+    run(exported, images, target)
     assert not journal.exists()
-    kept.rename(journal)
+    saved.rename(journal)
     return journal
 
 
 def starts(
-    exported: Path, given: object, target: Path, **more
+    exported: Path, images: object, target: Path, **options
 ) -> subprocess.Popen[str]:
     argv = [
         sys.executable,
         "-c",
         ALONE,
         str(exported),
-        str(given),
+        str(images),
         "--to",
         str(target),
         "--top",
@@ -324,7 +327,7 @@ def starts(
     ]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(argv, cwd=ROOT, env=environ, text=True, **pipes, **more)
+    return subprocess.Popen(argv, cwd=ROOT, env=environ, text=True, **pipes, **options)
 
 
 @pytest.mark.slow
@@ -334,11 +337,9 @@ def test_a_folder_that_goes_away_ends_it_and_it_resumes(exported, twenty, tmp_pa
     """
     for number in range(20, 3000):
         os.link(twenty / f"{number % 20:02d}.jpg", twenty / f"{number}.jpg")
-    target, journal, away = (
-        tmp_path / "rows.csv",
-        tmp_path / "rows.csv.part",
-        tmp_path / "away",
-    )
+    target = tmp_path / "rows.csv"
+    journal = tmp_path / "rows.csv.part"
+    away = tmp_path / "away"
     process = starts(exported, twenty, target)
     wait_until(lambda: journal.is_file() and journal.stat().st_size > 20_000, process)
     twenty.rename(away)
@@ -438,8 +439,8 @@ def test_a_label_of_a_strangers_export_is_no_formula_of_a_spreadsheet(tmp_path):
         io.StringIO((tmp_path / name).read_bytes().decode(), newline="")
         for name in ("one", "several")
     )
-    (one,), (several,) = map(csv.DictReader, files)
-    assert [one[key] for key in ("label", "label_2", "label_3")] == [
+    (single,), (several,) = map(csv.DictReader, files)
+    assert [single[key] for key in ("label", "label_2", "label_3")] == [
         f"'{labels[0]}",
         "'@SUM(1+1)",
         "-2",
@@ -451,33 +452,36 @@ def test_a_label_of_a_strangers_export_is_no_formula_of_a_spreadsheet(tmp_path):
     "form",
     ["file", "file without an ending", "bytes", "list", "list of find -print0", "pipe"],
 )
-def test_one_image_and_the_standard_input(exported, pictures, expected, tmp_path, form):
-    target, image = tmp_path / "rows.jsonl", pictures / "0.jpg"
+def test_one_image_and_the_standard_input_are_predicted(
+    exported, pictures, expected, tmp_path, form
+):
+    target = tmp_path / "rows.jsonl"
+    image = pictures / "0.jpg"
     if form.startswith("file"):
         image = Path(
             shutil.copy(image, tmp_path / ("a.jpg" if form == "file" else "a"))
         )
         assert jsonl(run(exported, image, target)) == {str(image): expected["0.jpg"]}
         return
-    given = {
+    stdin = {
         "bytes": image.read_bytes(),
         "list": b'0.jpg\nb/t,w"o.jpeg\r\n',
         "list of find -print0": b'0.jpg\0b/t,w"o.jpeg\0',
         "pipe": f"{image}\n".encode(),
     }[form]
     names = {"bytes": {"stdin": "0.jpg"}, "pipe": {str(image): "0.jpg"}}
-    wanted = names.get(form, {name: name for name in ("0.jpg", 'b/t,w"o.jpeg')})
+    sources = names.get(form, {name: name for name in ("0.jpg", 'b/t,w"o.jpeg')})
     argv = ["/dev/stdin" if form == "pipe" else "-", "--to", str(target), "--top", "2"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", ALONE, str(exported), *argv],
         cwd=pictures,
         env=environ,
-        input=given,
+        input=stdin,
         capture_output=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert jsonl(target) == {name: expected[image] for name, image in wanted.items()}
+    assert process.returncode == 0, process.stderr
+    assert jsonl(target) == {name: expected[image] for name, image in sources.items()}
 
 
 @pytest.mark.parametrize(
@@ -496,10 +500,10 @@ def test_rows_that_are_not_of_the_image_at_their_place_are_made_again(
     """A deleted row gave one image twice, and another one not at all."""
     target = tmp_path / "rows.csv"
     journal = with_journal(exported, twenty, target)
-    whole = target.read_bytes()
+    complete = target.read_bytes()
     target.unlink()
     head, *rows = journal.read_bytes().splitlines(keepends=True)
-    done = {
+    reused = {
         "a row deleted": 3,
         "a row twice": 4,
         "a row of another image": 3,
@@ -516,9 +520,9 @@ def test_rows_that_are_not_of_the_image_at_their_place_are_made_again(
     journal.write_bytes(b"".join([head, *rows]))
     answer = command("predict", exported, twenty, "--to", target, "--top", 2)
     assert answer.code == 0, answer
-    assert f"20 images, {done} of them" in answer.out
-    assert ("made again" in answer.err) == (done < 15)
-    assert target.read_bytes() == whole
+    assert f"20 images, {reused} of them" in answer.out
+    assert ("made again" in answer.err) == (reused < 15)
+    assert target.read_bytes() == complete
 
 
 def test_pictures_that_changed_between_two_starts_are_classified_again(
@@ -543,18 +547,19 @@ def test_pictures_that_changed_between_two_starts_are_classified_again(
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
-def test_killed_between_the_result_and_the_removal_of_its_journal(
+def test_a_job_killed_between_its_result_and_the_removal_of_its_journal_resumes(
     exported, twenty, command, refused, tmp_path, ending
 ):
     """The result was whole, and a scheduler's next try ended with code 2."""
     target = tmp_path / f"rows.{ending}"
     journal = with_journal(exported, twenty, target)
-    whole, lines = target.read_bytes(), journal.read_bytes().splitlines(keepends=True)
+    complete = target.read_bytes()
+    lines = journal.read_bytes().splitlines(keepends=True)
     answer = command("predict", exported, twenty, "--to", target, "--top", 2)
     assert answer.code == 0, answer
-    assert target.read_bytes() == whole
+    assert target.read_bytes() == complete
     assert not journal.exists()
-    for result, rows in ((b"of somebody else", lines), (whole, lines[:9])):
+    for result, rows in ((b"of somebody else", lines), (complete, lines[:9])):
         target.write_bytes(result)
         journal.write_bytes(b"".join(rows))
         assert "exists" in refused(
@@ -592,18 +597,18 @@ def test_links_to_folders_are_followed(pictures, tmp_path):
     """Their images were left out, and nothing was said; training follows them."""
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "linked").symlink_to(pictures)
-    found = find(str(tmp_path / "photos"), tmp_path / "copies")
+    linked = find(str(tmp_path / "photos"), tmp_path / "copies")
     plain = find(str(pictures), tmp_path / "copies")
-    assert list(found.names) == [f"linked/{name}" for name in plain.names]
+    assert list(linked.names) == [f"linked/{name}" for name in plain.names]
     (tmp_path / "photos" / "again").symlink_to(tmp_path / "photos")
     with pytest.raises(DataError, match="is a link to a folder above it"):
         find(str(tmp_path / "photos"), tmp_path / "copies")
 
 
-def test_refusals(exported, pictures, refused, tmp_path):
+def test_what_cannot_be_predicted_is_refused(exported, pictures, refused, tmp_path):
     (tmp_path / "there.csv").touch()
     (tmp_path / "nothing").mkdir()
-    for given, to, words in (
+    for images, to, words in (
         (pictures, "there.csv", "exists"),
         (pictures, "all.txt", ".csv, .jsonl, .parquet"),
         (tmp_path / "nothing", "new.csv", "no images"),
@@ -611,7 +616,7 @@ def test_refusals(exported, pictures, refused, tmp_path):
         ("nocloud://bucket/photos", "new.csv", "nocloud"),
         (tmp_path / "missing-*.tar", "new.csv", "no shard"),
     ):
-        assert words in refused("predict", exported, given, "--to", tmp_path / to)
+        assert words in refused("predict", exported, images, "--to", tmp_path / to)
     (tmp_path / "new.csv.part").write_text('{"model": "another"}\n')
     assert "version" in refused(
         "predict", exported, pictures, "--to", tmp_path / "new.csv"

@@ -62,10 +62,10 @@ def large(distilled, tmp_path_factory) -> Path:
     ).folder
 
 
-def asked(target: Path, *args: object, **more) -> dict[str, dict]:
+def predicted_rows(target: Path, *args: object, **options) -> dict[str, dict]:
     predict(
         PredictOptions(
-            export=args[0], images=str(args[1]), to=target, top=2, cores=2, **more
+            export=args[0], images=str(args[1]), to=target, top=2, cores=2, **options
         )
     )  # type: ignore[arg-type]
     rows = [json.loads(line) for line in target.read_text().splitlines()]
@@ -84,10 +84,10 @@ def pictures(photos, tmp_path_factory) -> Path:
 
 def test_it_is_the_same_as_asking_both_and_choosing(small, large, pictures, tmp_path):
     first, second = (
-        asked(tmp_path / f"{one.parent.name}.jsonl", one, pictures)
-        for one in (small, large)
+        predicted_rows(tmp_path / f"{export.parent.name}.jsonl", export, pictures)
+        for export in (small, large)
     )
-    both = asked(tmp_path / "both.jsonl", small, pictures, second=large)
+    both = predicted_rows(tmp_path / "both.jsonl", small, pictures, second=large)
     chosen = {}
     for name, row in first.items():
         by_first = {**row, "model": "first"} if "error" not in row else row
@@ -95,8 +95,8 @@ def test_it_is_the_same_as_asking_both_and_choosing(small, large, pictures, tmp_
         chosen[name] = by_second if row.get("sure") is False else by_first
     assert both == chosen
     counts = [
-        sum(row.get("model") == who for row in both.values())
-        for who in ("first", "second")
+        sum(row.get("model") == model for row in both.values())
+        for model in ("first", "second")
     ]
     assert min(counts) >= 5, counts
     assert sum(counts) == len(both) - 1  # one is damaged
@@ -107,10 +107,10 @@ def test_it_is_the_same_as_asking_both_and_choosing(small, large, pictures, tmp_
         )
     )
     for row in csv.DictReader((tmp_path / "both.csv").read_text().splitlines()):
-        one = both[row["image"]]
-        assert row["model"] == one.get("model", "")
-        assert row["label"] == one.get("label", "")
-        assert row["sure"] == str(one.get("sure", "")).lower()
+        prediction = both[row["image"]]
+        assert row["model"] == prediction.get("model", "")
+        assert row["label"] == prediction.get("label", "")
+        assert row["sure"] == str(prediction.get("sure", "")).lower()
     predict(
         PredictOptions(
             export=small,
@@ -120,8 +120,11 @@ def test_it_is_the_same_as_asking_both_and_choosing(small, large, pictures, tmp_
         )
     )
     for row in pyarrow.parquet.read_table(tmp_path / "both.parquet").to_pylist():
-        one = both[row["image"]]
-        assert (row["model"], row["sure"]) == (one.get("model"), one.get("sure"))
+        prediction = both[row["image"]]
+        assert (row["model"], row["sure"]) == (
+            prediction.get("model"),
+            prediction.get("sure"),
+        )
 
 
 @pytest.mark.slow
@@ -131,13 +134,14 @@ def test_a_killed_and_resumed_job_predicts_each_image_once(
     listed = tmp_path / "listed.txt"
     names = [str(path) for path in sorted(pictures.glob("*_*.jpg"))]
     listed.write_text("\n".join([*names, "missing.jpg"] * 60))
-    whole = tmp_path / "whole.csv"
+    uninterrupted = tmp_path / "whole.csv"
     predict(
         PredictOptions(
-            export=small, images=str(listed), to=whole, second=large, cores=1
+            export=small, images=str(listed), to=uninterrupted, second=large, cores=1
         )
     )
-    target, log = tmp_path / "killed.csv", tmp_path / "asked"
+    target = tmp_path / "killed.csv"
+    log = tmp_path / "asked"
     journal = tmp_path / "killed.csv.part"
     argv = [
         sys.executable,
@@ -160,32 +164,30 @@ def test_a_killed_and_resumed_job_predicts_each_image_once(
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     assert not target.exists()
-    kept = [
+    journaled = [
         json.loads(line)
         for line in journal.read_text().splitlines(keepends=True)[1:]
         if line.endswith("\n")
     ]
-    assert 0 < len(kept) < len(names) * 60
+    assert 0 < len(journaled) < len(names) * 60
     log.unlink()
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert target.read_bytes() == whole.read_bytes()
-    assert f"{len(kept)} of them by an earlier start" in done.stdout
+    resumed = subprocess.run(argv, env=environment, capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert target.read_bytes() == uninterrupted.read_bytes()
+    assert f"{len(journaled)} of them by an earlier start" in resumed.stdout
     by_model = Counter(log.read_text().splitlines())
     rows = list(csv.DictReader(target.read_text().splitlines()))
-    assert by_model["first"] == sum(not row["error"] for row in rows[len(kept) :])
+    assert by_model["first"] == sum(not row["error"] for row in rows[len(journaled) :])
     passed = [id for id, row in enumerate(rows) if row["model"] == "second"]
-    assert by_model["second"] == sum(id >= len(kept) for id in passed)
-    assert f"{len(passed)} of them by the second model" in done.stdout
+    assert by_model["second"] == sum(id >= len(journaled) for id in passed)
+    assert f"{len(passed)} of them by the second model" in resumed.stdout
 
 
 def test_the_teacher_is_written_in_the_same_form(
     distilled, large, teacher, command, tmp_path
 ):
-    manifest, card = (
-        json.loads((large / "manifest.json").read_text()),
-        (large / "README.md").read_text(),
-    )
+    manifest = json.loads((large / "manifest.json").read_text())
+    card = (large / "README.md").read_text()
     assert manifest["parity"]["model.onnx"]["same_top1"] == 13
     assert manifest["name"] == "tiny-teacher"
     assert "a teacher. Version" in " ".join(card.split())
@@ -239,9 +241,9 @@ def test_incompatible_exports_are_one_line_errors(
     assert "kd-export RUN --teacher" in refused(
         "predict", small, pictures, *to, "--second", teacher
     )
-    other = renamed(large, tmp_path / "other")
+    relabelled = renamed(large, tmp_path / "other")
     assert "that of the first model is 'fig'" in refused(
-        "predict", small, pictures, *to, "--second", other
+        "predict", small, pictures, *to, "--second", relabelled
     )
     assert not to[1].exists()
 
@@ -262,8 +264,10 @@ def test_a_teacher_without_an_export_is_a_one_line_error(
     assert "is no network of torch" in refused(
         "export", distilled, *to, "--teacher", *graph
     )
-    two = f"teacher.also=[{{model: {exported}}}]"
-    assert "averages 2 teachers" in refused("export", distilled, *to, "--teacher", two)
+    averaged = f"teacher.also=[{{model: {exported}}}]"
+    assert "averages 2 teachers" in refused(
+        "export", distilled, *to, "--teacher", averaged
+    )
     alone = ("losses=[{kind: ce}]", "teacher.model=")
     assert "has no teacher" in refused("export", distilled, *to, "--teacher", *alone)
     assert not to[1].exists()

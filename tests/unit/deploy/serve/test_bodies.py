@@ -20,14 +20,14 @@ def encoded(*files: bytes) -> bytes:
 
 
 def multipart(*files: bytes, boundary: str = "b0und") -> bytes:
-    parts = [
+    sections = [
         f'--{boundary}\r\ncontent-disposition: form-data; name="x";'
         ' filename="y"\r\n\r\n'.encode()
         + f
         + b"\r\n"
         for f in files
     ]
-    return b"".join(parts) + f"--{boundary}--\r\n".encode()
+    return b"".join(sections) + f"--{boundary}--\r\n".encode()
 
 
 def status_of(kind: str, header: str, body: bytes, limit: int = 4) -> int:
@@ -39,7 +39,7 @@ def status_of(kind: str, header: str, body: bytes, limit: int = 4) -> int:
 FILES = [b"one", b"\r\n--two\r\n", bytes(range(256)), b""]
 
 
-def test_json():
+def test_json_holds_one_image_or_several():
     assert bodies.images("application/json", "", encoded(*FILES), 4).files == FILES
     single = json.dumps({"image": base64.b64encode(b"one").decode()}).encode()
     assert bodies.images("application/json", "", single, 4).files == [b"one"]
@@ -48,7 +48,7 @@ def test_json():
 @pytest.mark.parametrize(
     "boundary", ["b0und", "----WebKitFormBoundary7MA4YWxkTrZu0gW", "a b"]
 )
-def test_multipart(boundary):
+def test_multipart_is_read_with_any_boundary(boundary):
     body = multipart(*FILES, boundary=boundary)
     header = f'multipart/form-data; boundary="{boundary}"'
     assert bodies.images("multipart/form-data", header, body, 4).files == FILES
@@ -119,7 +119,7 @@ def test_too_many_values_are_not_parsed(item):
     )
 
 
-def test_too_many_images():
+def test_too_many_images_are_refused():
     assert status_of("application/json", "", encoded(*[b"x"] * 5)) == 413
     assert (
         status_of(
@@ -143,7 +143,7 @@ def test_too_many_images():
     "header",
     ["text/plain", "image/gif", "application/x-www-form-urlencoded", "image", "*/*"],
 )
-def test_types_that_are_not_taken(header):
+def test_types_that_are_not_taken_are_refused(header):
     with pytest.raises(Problem, match="Allowed are image/jpeg") as caught:
         bodies.media_type(header)
     assert caught.value.status == 415
@@ -166,7 +166,7 @@ def test_types_that_are_not_taken(header):
         ("application/json; charset=utf-8", "application/json"),
     ],
 )
-def test_accept(accept, expected):
+def test_accept_chooses_the_type_of_the_answer(accept, expected):
     assert responses.negotiate(accept) == expected
 
 
@@ -181,13 +181,13 @@ def test_accept(accept, expected):
         ",",
     ],
 )
-def test_accept_of_nothing_that_we_write(accept):
+def test_accept_of_nothing_that_we_write_is_refused(accept):
     with pytest.raises(Problem) as caught:
         responses.negotiate(accept)
     assert caught.value.status == 406
 
 
-def test_a_long_accept():
+def test_a_long_accept_is_refused():
     assert responses.negotiate(31 * "text/html," + "*/*") == "application/json"
     with pytest.raises(Problem, match="more than 32 entries") as caught:
         responses.negotiate("," * 16_000)
@@ -205,15 +205,21 @@ def test_scores_are_torchs_softmax():
 
 def test_the_prediction_is_ranked_and_rounded():
     labels = ["a", 'b "quoted", with a comma', "c"]
-    found = responses.predictions(np.array([[0.0, 2.0, 1.0]], np.float32), labels, 2)
-    assert [entry["label"] for entry in found[0]["top"]] == [labels[1], "c"]
-    assert found[0]["score"] == round(float(np.exp(2) / np.exp([0, 1, 2]).sum()), 6)
+    predictions = responses.predictions(
+        np.array([[0.0, 2.0, 1.0]], np.float32), labels, 2
+    )
+    assert [entry["label"] for entry in predictions[0]["top"]] == [labels[1], "c"]
+    assert predictions[0]["score"] == round(
+        float(np.exp(2) / np.exp([0, 1, 2]).sum()), 6
+    )
     rows = list(
-        csv.reader(io.StringIO(responses.write("text/csv", found, "m", "v").decode()))
+        csv.reader(
+            io.StringIO(responses.write("text/csv", predictions, "m", "v").decode())
+        )
     )
     assert rows == [[labels[1], "0.665241", "c", "0.244728"]]
-    content = json.loads(responses.write("application/json", found, "m", "v"))
-    assert content == {"predictions": found, "model": "m", "version": "v"}
+    content = json.loads(responses.write("application/json", predictions, "m", "v"))
+    assert content == {"predictions": predictions, "model": "m", "version": "v"}
 
 
 def test_a_label_is_no_formula_of_a_spreadsheet():

@@ -34,14 +34,14 @@ def openvino(distilled, once) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("used", [True, False], ids=["used before", "only loaded"])
+@pytest.mark.parametrize(
+    "predicts_before", [True, False], ids=["used before", "only loaded"]
+)
 @pytest.mark.parametrize("file", ["model.onnx", "openvino.xml"])
-def test_a_forked_child_predicts_as_its_parent(openvino, file, used):
-    model, picture = (
-        kd.load(openvino, file, threads=2),
-        np.full((20, 24, 3), 90, np.uint8),
-    )
-    expected = model(picture) if used else None
+def test_a_forked_child_predicts_as_its_parent(openvino, file, predicts_before):
+    model = kd.load(openvino, file, threads=2)
+    picture = np.full((20, 24, 3), 90, np.uint8)
+    expected = model(picture) if predicts_before else None
     forked = multiprocessing.get_context("fork")
     mine, theirs = forked.Pipe()
     children = [
@@ -78,13 +78,13 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.parametrize("asked", ["asked", "not asked"])
+@pytest.mark.parametrize("use", ["asked", "not asked"])
 @pytest.mark.parametrize("file", ["model.onnx", "openvino.xml"])
-def test_a_forked_child_ends(openvino, file, asked):
+def test_a_forked_child_ends(openvino, file, use):
     """Freed in the child, a session of onnxruntime waited for its parent's threads for
     ever.
     """
-    command = [sys.executable, "-W", "ignore", "-c", CHILD, str(openvino), file, asked]
+    command = [sys.executable, "-W", "ignore", "-c", CHILD, str(openvino), file, use]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=True
     )

@@ -20,10 +20,10 @@ PIECE = b"x" * 1000
 
 @pytest.fixture
 def service(exported):
-    made = Service(describe(exported), Limits(max_body=4500), slots=1, threads=1)
-    made.load()
-    yield made
-    made.close()
+    service = Service(describe(exported), Limits(max_body=4500), slots=1, threads=1)
+    service.load()
+    yield service
+    service.close()
 
 
 def request(
@@ -56,19 +56,19 @@ def request(
     return Request(scope, receive)
 
 
-async def taken(request: Request, service: Service) -> int:
+async def take_body(request: Request, service: Service) -> int:
     async with request_body(request, service):
         return service.buffered
 
 
 def test_an_accepted_body_is_counted_while_it_is_used_and_given_back(service):
-    assert asyncio.run(taken(request(3), service)) == 3000
+    assert asyncio.run(take_body(request(3), service)) == 3000
     assert service.buffered == 0
 
 
 @pytest.mark.parametrize("repeated", range(2))
 @pytest.mark.parametrize(
-    ("given", "status"),
+    ("make_request", "status"),
     [
         (
             lambda: request(6),
@@ -81,30 +81,30 @@ def test_an_accepted_body_is_counted_while_it_is_used_and_given_back(service):
     ],
     ids=["counted", "endless", "hung up", "no number", "declared"],
 )
-def test_a_refused_body_is_given_back(service, given, status, repeated):
+def test_a_refused_body_is_given_back(service, make_request, status, repeated):
     with pytest.raises(Problem) as caught:
-        asyncio.run(taken(given(), service))
+        asyncio.run(take_body(make_request(), service))
     assert caught.value.status == status
     assert (service.buffered, service.in_progress) == (0, 0)
 
 
 def test_a_body_beyond_the_memory_of_all_bodies_is_given_back(exported):
-    made = Service(
+    service = Service(
         describe(exported), Limits(max_body=4500, max_buffered=2500), slots=1, threads=1
     )
-    made.load()
+    service.load()
     try:
         with pytest.raises(Problem) as caught:
-            asyncio.run(taken(request(3), made))
-        assert (caught.value.status, made.buffered) == (503, 0)
-        assert asyncio.run(taken(request(2), made)) == 2000
+            asyncio.run(take_body(request(3), service))
+        assert (caught.value.status, service.buffered) == (503, 0)
+        assert asyncio.run(take_body(request(2), service)) == 2000
     finally:
-        made.close()
+        service.close()
 
 
 def test_a_body_that_does_not_arrive_is_given_back(exported):
-    made = Service(describe(exported), Limits(body_seconds=0.05), slots=1, threads=1)
-    made.load()
+    service = Service(describe(exported), Limits(body_seconds=0.05), slots=1, threads=1)
+    service.load()
 
     async def receive():
         if (count := next(counted)) < 3:
@@ -124,10 +124,10 @@ def test_a_body_that_does_not_arrive_is_given_back(exported):
     )
     try:
         with pytest.raises(Problem) as caught:
-            asyncio.run(taken(late, made))
-        assert (caught.value.status, made.buffered) == (408, 0)
+            asyncio.run(take_body(late, service))
+        assert (caught.value.status, service.buffered) == (408, 0)
     finally:
-        made.close()
+        service.close()
 
 
 @pytest.mark.parametrize(
@@ -142,23 +142,24 @@ def test_a_request_given_up_counts_until_its_job_is_done_or_not_at_all(
     is taken back.
     """
     service.limits = Limits(deadline=deadline, max_in_flight=2)
-    begun, end = threading.Event(), threading.Event()
+    started = threading.Event()
+    end = threading.Event()
 
     async def ask() -> tuple[int, int]:
         with pytest.raises(Problem) as caught:
             await service.run(
-                lambda _: begun.set() or end.wait(20),
-                lambda: begun.wait(20) and asyncio.sleep(stays),
+                lambda _: started.set() or end.wait(20),
+                lambda: started.wait(20) and asyncio.sleep(stays),
             )
         await asyncio.sleep(0.01)  # what the threads have sent arrives
         return caught.value.status, service.in_flight
 
     async def ask_twice() -> list[tuple[int, int]]:
-        found = [await ask(), await ask()]
+        results = [await ask(), await ask()]
         end.set()
         service.close()
         await asyncio.sleep(0)
-        return found
+        return results
 
     assert asyncio.run(ask_twice()) == [(status, 1), (status, 1)]
     assert service.in_flight == 0
@@ -175,7 +176,7 @@ def test_only_classified_images_are_counted(service, photos):
 
     def classify(*files: bytes) -> None:
         body = json.dumps(
-            {"images": [base64.b64encode(one).decode() for one in files]}
+            {"images": [base64.b64encode(file).decode() for file in files]}
         ).encode()
         service.classify(service.model, "application/json", "application/json", body)
 

@@ -19,7 +19,8 @@ from kd.deploy.export.flags import ExportOptions
 from kd.deploy.serve.model import describe
 from kd.files.manifest import checksum
 
-LARGE, NAN = 10**30, float("nan")
+LARGE = 10**30
+NAN = float("nan")
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +35,16 @@ def put(path: str, value: Any) -> Callable[[dict, dict], None]:
 
     def change(manifest: dict, config: dict) -> None:
         first, *keys = re.split(r"\.(?!onnx)", path)
-        at: Any = {"manifest": manifest, "config": config}[first]
+        place: Any = {"manifest": manifest, "config": config}[first]
         for key in keys[:-1]:
-            at = at[key]
-        at[keys[-1]] = value(at[keys[-1]]) if callable(value) else value
+            place = place[key]
+        place[keys[-1]] = value(place[keys[-1]]) if callable(value) else value
 
     return change
 
 
-V = "manifest.validation.model.onnx"
-B = f"{V}.numbers.brightness"
+VALIDATION = "manifest.validation.model.onnx"
+BRIGHTNESS = f"{VALIDATION}.numbers.brightness"
 CASES = [
     *[
         ("manifest.input.size", value)
@@ -119,11 +120,11 @@ CASES = [
         ("config.label_names", ["a", "b", name])
         for name in ("c\x1b[2J", "c\u2028d", "c\x85d", "c\td")
     ],
-    *[(V, value) for value in (3, [1], "x")],
-    *[(f"{V}.images", value) for value in (-1, 41, LARGE, NAN, "x")],
-    *[(f"{V}.confidence", value) for value in (-1, 1e9, NAN, float("inf"))],
+    *[(VALIDATION, value) for value in (3, [1], "x")],
+    *[(f"{VALIDATION}.images", value) for value in (-1, 41, LARGE, NAN, "x")],
+    *[(f"{VALIDATION}.confidence", value) for value in (-1, 1e9, NAN, float("inf"))],
     *[
-        (f"{V}.labels", value)
+        (f"{VALIDATION}.labels", value)
         for value in (
             {"quince": "0:1"},
             {"fig": "7:1"},
@@ -132,10 +133,13 @@ CASES = [
             1,
         )
     ],
-    *[(f"{V}.numbers", value) for value in ({}, {"other": {}}, [])],
-    *[(f"{B}.bounds", value) for value in ("1 2 3", "", "nan " * 15, "16 " * 15, 5)],
+    *[(f"{VALIDATION}.numbers", value) for value in ({}, {"other": {}}, [])],
     *[
-        (f"{B}.counts", value)
+        (f"{BRIGHTNESS}.bounds", value)
+        for value in ("1 2 3", "", "nan " * 15, "16 " * 15, 5)
+    ],
+    *[
+        (f"{BRIGHTNESS}.counts", value)
         for value in (
             {},
             {"fig": "99:1"},
@@ -150,7 +154,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("path", "value"), CASES, ids=[f"{i} {path}" for i, (path, _) in enumerate(CASES)]
 )
-def test_one_line(plain, tmp_path, path, value):
+def test_a_hostile_value_is_refused_in_one_line(plain, tmp_path, path, value):
     folder = Path(shutil.copytree(plain, tmp_path / "export"))
     manifest, config = (
         json.loads((folder / name).read_text())
@@ -159,12 +163,9 @@ def test_one_line(plain, tmp_path, path, value):
     put(path, value)(manifest, config)
     text = json.dumps(config)
     (folder / "config.json").write_text(text)
-    manifest["files"] = (
-        manifest["files"]
-        if path == "manifest.files"
-        else manifest["files"]
-        | {"config.json": {"sha256": hashlib.sha256(text.encode()).hexdigest()}}
-    )
+    if path != "manifest.files":
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        manifest["files"] |= {"config.json": {"sha256": digest}}
     (folder / "manifest.json").write_text(
         json.dumps({**manifest, "checksum": checksum(manifest)})
     )

@@ -61,7 +61,7 @@ PHOTO = Image.fromarray(
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_formats_that_are_taken(kind):
+def test_all_our_formats_are_taken(kind):
     assert prepare(saved(PHOTO, kind), 16, 1.0, Limits()).summary == f"60x40 RGB {kind}"
 
 
@@ -87,13 +87,13 @@ def test_bytes_that_are_no_image_are_refused(data):
     assert refused(data)[0] == 415
 
 
-def test_nothing():
+def test_an_empty_image_is_refused():
     assert refused(b"") == (400, "The image is empty (0 bytes).")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.3, 0.7, 0.98])
-def test_cut_files(kind, share):
+def test_cut_files_are_refused(kind, share):
     data = saved(PHOTO, kind)
     status, _ = refused(data[: max(4, int(share * len(data)))])
     assert status == 400 or (status == 415 and share < 0.02)
@@ -117,9 +117,9 @@ def test_the_limit_itself_is_allowed():
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("PNG", 2400), ("JPEG", 938)]
+    ("kind", "max_pixels"), [("PNG", 2400), ("JPEG", 938)]
 )  # 2,400 pixels, and 2,400 / 2.56
-def test_the_pixels_of_all_images_together(kind, most):
+def test_the_pixels_of_all_images_together_are_limited(kind, max_pixels):
     """The limit is on CPU time: it counts what the header says, also where most of a
     JPEG is left out.
     """
@@ -129,27 +129,27 @@ def test_the_pixels_of_all_images_together(kind, most):
         each = Limits(**limits)
         check_together([open_image(data, 1, 1.0, each) for _ in range(count)], each)
 
-    together(2, max_pixels=most)
-    together(3, max_pixels=3 * most // 2)
+    together(2, max_pixels=max_pixels)
+    together(3, max_pixels=3 * max_pixels // 2)
     with pytest.raises(Problem, match="together") as caught:
-        together(3, max_pixels=most)
+        together(3, max_pixels=max_pixels)
     assert caught.value.status == 413
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 3), (3, 60), (60, 3)])
-def test_too_small(size):
+def test_too_small_images_are_refused(size):
     assert refused(saved(Image.new("RGB", size), "PNG"))[0] == 422
 
 
 @pytest.mark.parametrize("size", [(60_000, 4), (4, 60_000), (2001, 100)])
-def test_too_long(size):
+def test_too_long_images_are_refused(size):
     status, detail = refused(saved(Image.new("RGB", size), "PNG"))
     assert status == 422
     assert detail.endswith("The longer side may be 20 times the shorter one.")
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "MPO"])
-def test_a_jpeg_of_too_many_scans(kind):
+def test_a_jpeg_of_too_many_scans_is_refused(kind):
     """A crafted progressive file repeats a scan of a few bytes thousands of times; each
     is a pass over all pixels.
     """

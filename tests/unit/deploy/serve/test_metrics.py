@@ -14,7 +14,7 @@ from kd.deploy.serve.metrics import BOUNDS, MOST_LABELS, Metrics
 from kd.deploy.shift import Reference, ShiftWatch
 
 
-def test_the_text_for_prometheus():
+def test_the_text_is_for_prometheus():
     state = SimpleNamespace(ready=True, in_progress=3, buffered=4096)
     metrics = Metrics('a "name"\nof two lines', "v1", state)
     for seconds in (0.0005, 0.003, 0.003, 99.0):
@@ -68,16 +68,17 @@ def test_a_stalled_reader_blocks_no_thread():
     handler.finish()
     assert time.monotonic() - begin < 10
     assert WAITING <= handler.dropped < 3 * WAITING
-    kept, told = [], 0
+    numbers = []
+    dropped = 0
     with os.fdopen(read) as reader:
-        while len(kept) < 3 * WAITING - handler.dropped:
+        while len(numbers) < 3 * WAITING - handler.dropped:
             line = next(reader)
             if "were dropped" in line:
-                told += int(line.split()[0])
+                dropped += int(line.split()[0])
             else:
-                kept.append(int(line[:4]))
-    assert told == handler.dropped
-    assert kept == sorted(set(kept))
+                numbers.append(int(line[:4]))
+    assert dropped == handler.dropped
+    assert numbers == sorted(set(numbers))
 
 
 def test_a_bug_is_logged_with_its_line_and_no_value(caplog):

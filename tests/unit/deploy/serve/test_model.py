@@ -26,15 +26,17 @@ def copy(exported, tmp_path) -> Path:
 
 
 def test_a_manifest_is_read_as_written(exported):
-    told = describe(exported)
-    assert told.labels == ("apple", "fig", "pear")
-    assert (told.name, told.size, told.crop) == ("tiny", 16, 1.0)
-    assert describe(exported, "model.int8.onnx").version == told.version + "-int8"
+    description = describe(exported)
+    assert description.labels == ("apple", "fig", "pear")
+    assert (description.name, description.size, description.crop) == ("tiny", 16, 1.0)
+    assert (
+        describe(exported, "model.int8.onnx").version == description.version + "-int8"
+    )
 
 
 def test_each_label_has_its_own_threshold_and_band():
     """In the order of the labels; manifest.json has sorted keys."""
-    found = {
+    written = {
         "name": "logits",
         "thresholds": {"apple": {"threshold": 0.1}, "zebra": {"threshold": 0.9}},
         "defer": {
@@ -44,14 +46,14 @@ def test_each_label_has_its_own_threshold_and_band():
             }
         },
     }
-    labels, output = _parse_output(found, {"label_names": ["zebra", "apple"]})
+    labels, output = _parse_output(written, {"label_names": ["zebra", "apple"]})
     assert (labels, output.thresholds) == (("zebra", "apple"), (0.9, 0.1))
     assert output.unsure == ((0.7, 1.0), (0.0, 0.2))
     config = {
         "label_names": ["zebra", "apple"],
         "problem_type": "multi_label_classification",
     }
-    assert _parse_output(found, config)[1] == output
+    assert _parse_output(written, config)[1] == output
     with pytest.raises(ValueError, match=r"output\.thresholds is missing"):
         _parse_output({"name": "logits"}, config)
 
@@ -59,7 +61,8 @@ def test_each_label_has_its_own_threshold_and_band():
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_a_picture_without_a_known_range_is_named(exported, mode):
     """It was "damaged or cut short"."""
-    model, picture = kd.load(exported), Image.new("L", (20, 24), 90)
+    model = kd.load(exported)
+    picture = Image.new("L", (20, 24), 90)
     with pytest.raises(
         BadImage,
         match=rf"^Image: The image has {mode} pixels, .*8 or 16 bits per channel\.",
@@ -81,7 +84,9 @@ def test_a_loaded_model_predicts(exported, file):
     together = model.engine(pixels)
     assert together.shape == (3, 3)
     assert np.allclose(
-        together, np.concatenate([model.engine(one[None]) for one in pixels]), atol=0.05
+        together,
+        np.concatenate([model.engine(image[None]) for image in pixels]),
+        atol=0.05,
     )
 
 
@@ -116,7 +121,7 @@ def test_no_value_of_the_manifest_can_change(copy):
 
 
 @pytest.mark.parametrize("name", ["config.json", "manifest.json"])
-def test_no_export(copy, name):
+def test_a_folder_that_is_no_export_is_refused(copy, name):
     (copy / name).unlink()
     with pytest.raises(
         ModelError,
@@ -138,7 +143,7 @@ def test_an_export_without_the_requested_graph_is_refused(copy):
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "config.json"])
-def test_a_changed_file(copy, name):
+def test_a_changed_file_is_refused(copy, name):
     content = bytearray((copy / name).read_bytes())
     content[len(content) // 2] ^= 1
     (copy / name).write_bytes(content)
@@ -157,7 +162,7 @@ def test_an_invalid_graph_is_refused(copy):
         load(describe(copy), 1, 1)
 
 
-def test_labels_of_another_number(copy):
+def test_labels_of_another_number_are_refused(copy):
     config = json.loads((copy / "config.json").read_text())
     config["label_names"].append("quince")
     text = json.dumps(config).encode()
@@ -186,13 +191,13 @@ def test_openvino_predicts_like_onnxruntime(exported, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 3, 16, 16), np.uint8)
     expected = load(describe(folder), 1, 1).engine(pixels)
     engine = load(describe(folder, "openvino.xml"), 1, 2).engine
-    found = engine(pixels)
-    assert np.abs(found - expected).max() < 1e-4
-    kept = found.copy()
+    logits = engine(pixels)
+    assert np.abs(logits - expected).max() < 1e-4
+    logits_before = logits.copy()
     engine(
         255 - pixels
     )  # the next call of the same thread leaves earlier outputs alone
-    assert np.array_equal(found, kept)
+    assert np.array_equal(logits, logits_before)
 
 
 def test_an_export_from_before_a_key_is_served_as_it_was(copy):

@@ -53,16 +53,16 @@ def file_of(
 
 def evaluated(data: bytes, size: int, crop: float) -> np.ndarray:
     """Return what the validation split's view of this file is."""
-    shown = EvalTransform(size, crop)
-    image = shown(
-        decode_image(data, "file", "data", shown.least).image, random.Random(0)
+    transform = EvalTransform(size, crop)
+    image = transform(
+        decode_image(data, "file", "data", transform.least).image, random.Random(0)
     )
     return np.asarray(image).transpose(2, 0, 1)
 
 
 @pytest.mark.parametrize("crop", [1.0, 0.875])
 @pytest.mark.parametrize("size", SIZES)
-def test_sizes(size, crop):
+def test_all_sizes_give_the_pixels_of_evaluation(size, crop):
     data = file_of(*size)
     assert np.array_equal(
         prepare(data, 32, crop, Limits()).pixels, evaluated(data, 32, crop)
@@ -70,7 +70,7 @@ def test_sizes(size, crop):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes(mode):
+def test_all_modes_give_the_pixels_of_evaluation(mode):
     kind = "JPEG" if mode == "CMYK" else "PNG"
     data = file_of(50, 40, mode, kind)
     with Image.open(io.BytesIO(data)) as image:
@@ -81,14 +81,14 @@ def test_modes(mode):
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
-def test_exif(turn):
+def test_exif_turns_the_picture_as_in_evaluation(turn):
     exif = Image.Exif()
     exif[0x0112] = turn
     data = file_of(40, 30, kind="JPEG", exif=exif)
-    found = prepare(data, 24, 1.0, Limits()).pixels
-    assert np.array_equal(found, evaluated(data, 24, 1.0))
+    pixels = prepare(data, 24, 1.0, Limits()).pixels
+    assert np.array_equal(pixels, evaluated(data, 24, 1.0))
     assert (turn == 1) == np.array_equal(
-        found, evaluated(file_of(40, 30, kind="JPEG"), 24, 1.0)
+        pixels, evaluated(file_of(40, 30, kind="JPEG"), 24, 1.0)
     )
 
 
@@ -104,13 +104,11 @@ def test_a_large_jpeg_is_reduced_as_it_is_decoded(mode, options, turn):
     exif = Image.Exif()
     exif[0x0112] = turn
     data = file_of(1201, 900, mode, "JPEG", exif=exif, quality=92, **options)
-    found, whole = (
-        prepare(data, 96, 0.875, Limits()),
-        prepare(data, 96, 0.875, Limits(), margin=0),
-    )
-    assert np.array_equal(found.pixels, evaluated(data, 96, 0.875))
-    assert found.summary == whole.summary == f"1201x900 {mode} JPEG"
-    apart = np.abs(found.pixels.astype(int) - whole.pixels.astype(int))
+    prepared = prepare(data, 96, 0.875, Limits())
+    full = prepare(data, 96, 0.875, Limits(), margin=0)
+    assert np.array_equal(prepared.pixels, evaluated(data, 96, 0.875))
+    assert prepared.summary == full.summary == f"1201x900 {mode} JPEG"
+    apart = np.abs(prepared.pixels.astype(int) - full.pixels.astype(int))
     assert 0 < apart.mean() < 1
     assert apart.max() <= 12
     reduced = decode_image(
@@ -211,17 +209,17 @@ def test_a_line_of_65000_pixels_is_an_image_for_training_and_none_for_the_endpoi
 
 
 @pytest.mark.parametrize(
-    ("kind", "side", "most"),
+    ("kind", "side", "max_pixels"),
     [("JPEG", 64, 421_875), ("JPEG", 1200, 1_080_000), ("PNG", 64, 1_080_000)],
 )
-def test_the_limit_counts_what_is_held(kind, side, most):
+def test_the_limit_counts_what_is_held(kind, side, max_pixels):
     """1,080,000 pixels; a JPEG that is reduced has one of 64 of them, and may have 2.56
     times the limit.
     """
     data = file_of(1200, 900, "L", kind)
-    prepare(data, side, 1.0, Limits(max_pixels=most))
+    prepare(data, side, 1.0, Limits(max_pixels=max_pixels))
     with pytest.raises(Problem, match="1200 x 900") as caught:
-        prepare(data, side, 1.0, Limits(max_pixels=most - 1))
+        prepare(data, side, 1.0, Limits(max_pixels=max_pixels - 1))
     assert caught.value.status == 413
 
 
@@ -233,12 +231,13 @@ def test_the_coefficients_of_a_progressive_jpeg_are_held():
         file_of(1200, 900, kind="JPEG", progressive=several)
         for several in (False, True)
     )
-    whole, reduced = 1200 * 900, 150 * 113
+    full = 1200 * 900
+    reduced = 150 * 113
     prepare(plain, 16, 1.0, Limits(max_pixels=421_875))
     prepare(progressive, 16, 1.0, Limits(max_pixels=421_875 + reduced))
     with pytest.raises(Problem, match="memory") as caught:
         prepare(progressive, 16, 1.0, Limits(max_pixels=421_875))
-    assert 3 / 8 * whole + reduced > 421_875
+    assert 3 / 8 * full + reduced > 421_875
     assert caught.value.status == 413
 
 
@@ -249,7 +248,9 @@ def apart(size: tuple[int, int], crop: float) -> torch.Tensor:
     from timm.data import create_transform
 
     data = file_of(*size, kind="JPEG", quality=90)
-    ours = torch.from_numpy(prepare(data, 64, crop, Limits(), margin=0).pixels).float()
+    prepared = torch.from_numpy(
+        prepare(data, 64, crop, Limits(), margin=0).pixels
+    ).float()
     transform = create_transform(
         (3, 64, 64),
         interpolation="bicubic",
@@ -257,17 +258,17 @@ def apart(size: tuple[int, int], crop: float) -> torch.Tensor:
         mean=(0, 0, 0),
         std=(1, 1, 1),
     )
-    return (ours - 255 * transform(Image.open(io.BytesIO(data)))).abs()
+    return (prepared - 255 * transform(Image.open(io.BytesIO(data)))).abs()
 
 
 @pytest.mark.parametrize("size", [(64, 64), (90, 90), (224, 224), (640, 640)])
-def test_timms_transform_where_nothing_is_rounded(size):
+def test_it_is_timms_transform_where_nothing_is_rounded(size):
     assert apart(size, 1.0).max() <= 1.001
 
 
 @pytest.mark.parametrize("crop", [1.0, 0.875])
 @pytest.mark.parametrize("size", [(300, 201), (97, 640), (1200, 900), (224, 224)])
-def test_nearly_timms_transform_elsewhere(size, crop):
+def test_it_is_nearly_timms_transform_elsewhere(size, crop):
     """timm resizes to whole pixels and then crops at whole pixels; we do both at once,
     up to half a pixel apart.
 

@@ -52,27 +52,27 @@ def graph(
 
 
 def tensors(
-    change: Array, wanted: Callable[[onnx.TensorProto], bool]
+    change: Array, applies: Callable[[onnx.TensorProto], bool]
 ) -> Callable[[onnx.GraphProto], None]:
-    def changed(found: onnx.GraphProto) -> None:
-        for one in found.initializer:
-            if wanted(one):
-                values = numpy_helper.to_array(one)
-                one.CopyFrom(
+    def changed(proto: onnx.GraphProto) -> None:
+        for tensor in proto.initializer:
+            if applies(tensor):
+                values = numpy_helper.to_array(tensor)
+                tensor.CopyFrom(
                     numpy_helper.from_array(
-                        change(values).astype(values.dtype), one.name
+                        change(values).astype(values.dtype), tensor.name
                     )
                 )
 
     return changed
 
 
-def floats(one: onnx.TensorProto) -> bool:
-    return one.data_type == onnx.TensorProto.FLOAT and len(one.dims) > 1
+def floats(tensor: onnx.TensorProto) -> bool:
+    return tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) > 1
 
 
 def named(text: str) -> Callable[[onnx.TensorProto], bool]:
-    return lambda one: text in one.name
+    return lambda tensor: text in tensor.name
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
@@ -83,12 +83,14 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     )
 
 
-def exchanged(found: onnx.GraphProto) -> None:
+def exchanged(proto: onnx.GraphProto) -> None:
     """Exchange the channels of the input."""
-    for node in found.node:
-        node.input[:] = ["bgr" if one == "image" else one for one in node.input]
-    found.initializer.append(numpy_helper.from_array(np.array([2, 1, 0]), "order"))
-    found.node.insert(
+    for node in proto.node:
+        node.input[:] = [
+            "bgr" if source == "image" else source for source in node.input
+        ]
+    proto.initializer.append(numpy_helper.from_array(np.array([2, 1, 0]), "order"))
+    proto.node.insert(
         0, helper.make_node("Gather", ["image", "order"], ["bgr"], axis=1)
     )
 
@@ -96,24 +98,28 @@ def exchanged(found: onnx.GraphProto) -> None:
 def added(number: float) -> Callable[[onnx.GraphProto], None]:
     """Add a number to each logit."""
 
-    def changed(found: onnx.GraphProto) -> None:
-        name = found.output[0].name
-        for node in found.node:
-            node.output[:] = ["before" if one == name else one for one in node.output]
-        found.initializer.append(
+    def changed(proto: onnx.GraphProto) -> None:
+        name = proto.output[0].name
+        for node in proto.node:
+            node.output[:] = [
+                "before" if output == name else output for output in node.output
+            ]
+        proto.initializer.append(
             numpy_helper.from_array(np.array([number], np.float32), "bias")
         )
-        found.node.append(helper.make_node("Add", ["before", "bias"], [name]))
+        proto.node.append(helper.make_node("Add", ["before", "bias"], [name]))
 
     return changed
 
 
 def attribute(kind: str, name: str, value: object) -> Callable[[onnx.GraphProto], None]:
-    def changed(found: onnx.GraphProto) -> None:
-        for node in (one for one in found.node if one.op_type == kind):
-            kept = [one for one in node.attribute if one.name != name]
+    def changed(proto: onnx.GraphProto) -> None:
+        for node in (
+            candidate for candidate in proto.node if candidate.op_type == kind
+        ):
+            remaining = [entry for entry in node.attribute if entry.name != name]
             del node.attribute[:]
-            node.attribute.extend([*kept, helper.make_attribute(name, value)])
+            node.attribute.extend([*remaining, helper.make_attribute(name, value)])
 
     return changed
 
@@ -125,7 +131,8 @@ def random(scale: float) -> Array:
 
 
 DIFFER = "differ from those at the export"
-DECODES, HASH = r"the pixels of self-check picture \d+ \(.*\)", "sha256"
+DECODES = r"the pixels of self-check picture \d+ \(.*\)"
+HASH = "sha256"
 GRAPHS: dict[str, Callable[[Liar], str]] = {
     "channels exchanged": graph(exchanged),
     "bias + 1e-2": graph(added(1e-2)),
@@ -146,7 +153,8 @@ GRAPHS: dict[str, Callable[[Liar], str]] = {
     ),
     "int8 scales halved": graph(tensors(lambda s: s / 2, named("_scale")), INT8),
     "int8 weights saturated": graph(
-        tensors(lambda w: w.clip(-48, 48), lambda one: "_quantized" in one.name), INT8
+        tensors(lambda w: w.clip(-48, 48), lambda tensor: "_quantized" in tensor.name),
+        INT8,
     ),
 }
 
@@ -171,28 +179,30 @@ def test_a_fault_of_a_graph_is_found_though_its_hash_is_repaired(
 
 def resized(filter: Image.Resampling) -> Callable[..., Image.Image]:
     real = Image.Image.resize
-    return lambda self, size, _=None, *rest, **more: real(
-        self, size, filter, *rest, **more
+    return lambda self, size, _=None, *args, **kwargs: real(
+        self, size, filter, *args, **kwargs
     )
 
 
 def blue_first(
-    self: Image.Image, *rest, real=Image.Image.resize, **more
+    self: Image.Image, *args, real=Image.Image.resize, **kwargs
 ) -> Image.Image:
-    return Image.fromarray(np.asarray(real(self, *rest, **more))[..., ::-1])
+    return Image.fromarray(np.asarray(real(self, *args, **kwargs))[..., ::-1])
 
 
-def brighter(self: Image.Image, *rest, real=Image.Image.resize, **more) -> Image.Image:
+def brighter(
+    self: Image.Image, *args, real=Image.Image.resize, **kwargs
+) -> Image.Image:
     """Add one level: far below what another filter changes, and everywhere."""
-    return real(self, *rest, **more).point(lambda value: min(255, value + 1))
+    return real(self, *args, **kwargs).point(lambda value: min(255, value + 1))
 
 
 def inverted(
-    self: Image.Image, mode: str, *rest, real=Image.Image.convert, **more
+    self: Image.Image, mode: str, *args, real=Image.Image.convert, **kwargs
 ) -> Image.Image:
     """Convert CMYK as if its inks were inverted."""
     inks = self.point(lambda value: 255 - value) if self.mode == "CMYK" else self
-    return real(inks, mode, *rest, **more)
+    return real(inks, mode, *args, **kwargs)
 
 
 def on_black(
@@ -262,8 +272,8 @@ def test_a_machine_that_cannot_decode_a_picture_is_named_and_not_the_export(
 def stored(folder: Path, **arrays: np.ndarray) -> Path:
     """Return an export whose self-check has other arrays, resealed."""
     liar = Liar(folder)
-    found = dict(np.load(folder / FILE))
-    np.savez(folder / FILE, **{**found, **arrays})
+    original = dict(np.load(folder / FILE))
+    np.savez(folder / FILE, **{**original, **arrays})
     liar.reseal()
     return folder
 
@@ -348,11 +358,11 @@ def test_another_crop_is_found_and_what_has_another_hash_is_not_read(honest, tmp
 
 
 def test_the_oldest_runtime_that_reads_a_graph_is_compared(honest, tmp_path):
-    told = json.loads((honest / "manifest.json").read_text())["self_check"][
+    entry = json.loads((honest / "manifest.json").read_text())["self_check"][
         "model.onnx"
     ]
     reader = registry.exporter("model.onnx").reader
-    assert (told["opset"], told["least"]) == (20, reader(told["ir"], 20))
+    assert (entry["opset"], entry["least"]) == (20, reader(entry["ir"], 20))
     assert reader(10, 22) == "1.21"
     assert reader(10, 23) == "1.23"
     liar = Liar(shutil.copytree(honest, tmp_path / "export"))
@@ -437,7 +447,7 @@ def test_an_older_export_is_served_without(honest, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("size", [self_check.SIDE, 64])
-def test_the_pictures(size):
+def test_the_pictures_are_drawn_alike_again_in_every_format(size):
     files = self_check.pictures(BRANCHES, size, 16)
     assert files == self_check.pictures(BRANCHES, size, 16)
     opened = [Image.open(io.BytesIO(file)) for file in files]
@@ -453,8 +463,8 @@ def test_the_bound_of_a_graph_is_twice_its_distance_from_float32(tmp_path):
         return lambda pixels: np.full((len(pixels), 3), value, np.float32)
 
     engines = {"model.onnx": returning(1.0), "model.int8.onnx": returning(1.5)}
-    found = self_check.write(tmp_path, engines, ("a", "b", "c"), SIZE, 1.0, 16)
-    assert {name: one["allowed"] for name, one in found.items()} == {
+    bounds = self_check.write(tmp_path, engines, ("a", "b", "c"), SIZE, 1.0, 16)
+    assert {name: entry["allowed"] for name, entry in bounds.items()} == {
         "model.onnx": 1e-4,
         "model.int8.onnx": 1.0,
     }

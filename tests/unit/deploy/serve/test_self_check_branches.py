@@ -53,11 +53,12 @@ class Fault:
     wrong: Callable[[Image.Image], Image.Image]
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
-        real, inside = getattr(self.owner, self.method), []
+        real = getattr(self.owner, self.method)
+        inside = []
 
-        def method(image: Image.Image, *rest: Any, **named: Any) -> Any:
-            applies = not inside and self.applies(image, *rest)
-            result = real(image, *rest, **named)
+        def method(image: Image.Image, *args: Any, **named: Any) -> Any:
+            applies = not inside and self.applies(image, *args)
+            result = real(image, *args, **named)
             if applies:
                 inside.append(True)  # `wrong` calls the method too
                 wrong = self.wrong(
@@ -82,45 +83,46 @@ def rolled(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.roll(np.asarray(image), 1, 1))
 
 
-def of(mode: str, kind: str = "") -> Callable[..., bool]:
-    return lambda image, *rest: image.mode == mode and kind in ("", image.format)
+def with_mode(mode: str, kind: str = "") -> Callable[..., bool]:
+    return lambda image, *args: image.mode == mode and kind in ("", image.format)
 
 
 def reduced(divisor: int) -> Callable[..., bool]:
-    return lambda image, *rest: (
+    return lambda image, *args: (
         image.decoderconfig[:1] == (divisor,) and bool(image.tile)
     )
 
 
-def enlarged(image: Image.Image, size: tuple[int, int], *rest: object) -> bool:
+def enlarged(image: Image.Image, size: tuple[int, int], *args: object) -> bool:
     return min(image.size) < min(size)
 
 
-JPEG, PNG = JpegImagePlugin.JpegImageFile, PngImagePlugin.PngImageFile
+JPEG = JpegImagePlugin.JpegImageFile
+PNG = PngImagePlugin.PngImageFile
 FAULTS = {
-    "grey JPEG": Fault(Image.Image, "convert", of("L", "JPEG"), darker),
-    "grey PNG": Fault(Image.Image, "convert", of("L", "PNG"), darker),
-    "black and white": Fault(Image.Image, "convert", of("1"), ImageOps.invert),
+    "grey JPEG": Fault(Image.Image, "convert", with_mode("L", "JPEG"), darker),
+    "grey PNG": Fault(Image.Image, "convert", with_mode("L", "PNG"), darker),
+    "black and white": Fault(Image.Image, "convert", with_mode("1"), ImageOps.invert),
     "palette": Fault(
         Image.Image,
         "convert",
-        lambda image, mode="": of("P")(image) and mode == "RGB",
+        lambda image, mode="": with_mode("P")(image) and mode == "RGB",
         darker,
     ),
     "transparent palette": Fault(
         Image.Image,
         "convert",
-        lambda image, mode="": of("P")(image) and mode == "RGBA",
+        lambda image, mode="": with_mode("P")(image) and mode == "RGBA",
         darker,
     ),
-    "grey with alpha": Fault(Image.Image, "convert", of("LA"), darker),
-    "alpha of PNG": Fault(Image.Image, "convert", of("RGBA", "PNG"), darker),
-    "alpha of WebP": Fault(Image.Image, "convert", of("RGBA", "WEBP"), darker),
-    "WebP": Fault(WebPImagePlugin.WebPImageFile, "load", of("RGB"), darker),
+    "grey with alpha": Fault(Image.Image, "convert", with_mode("LA"), darker),
+    "alpha of PNG": Fault(Image.Image, "convert", with_mode("RGBA", "PNG"), darker),
+    "alpha of WebP": Fault(Image.Image, "convert", with_mode("RGBA", "WEBP"), darker),
+    "WebP": Fault(WebPImagePlugin.WebPImageFile, "load", with_mode("RGB"), darker),
     "16 bits": Fault(
-        PNG, "load", lambda image: of("I;16")(image) and bool(image.tile), darker
+        PNG, "load", lambda image: with_mode("I;16")(image) and bool(image.tile), darker
     ),
-    "CMYK": Fault(Image.Image, "convert", of("CMYK"), darker),
+    "CMYK": Fault(Image.Image, "convert", with_mode("CMYK"), darker),
     "progressive JPEG": Fault(
         JPEG,
         "load",
@@ -161,7 +163,7 @@ def test_a_wrong_turn_is_noticed(orientation, honest, monkeypatch):
 def test_a_wrong_heic_is_noticed_and_named(honest, monkeypatch):
     pixels.load_heif()
     plugin = importlib.import_module("pillow_heif.as_plugin").HeifImageFile
-    Fault(plugin, "load", of("RGB"), darker).plant(monkeypatch)
+    Fault(plugin, "load", with_mode("RGB"), darker).plant(monkeypatch)
     with pytest.raises(
         SelfCheckError, match=r"self-check picture \d+ \(45x36 RGB HEIF\)"
     ):
@@ -185,12 +187,12 @@ def test_an_export_with_a_heic_starts_where_heic_is_not_installed(honest):
         if name.startswith("picture")
     ]
     assert "HEIC" in map(pixels.format_of, stored)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", WITHOUT_HEIF, str(honest)],
         capture_output=True,
         text=True,
     )
-    assert done.stdout.split() == ["False", "True"], done.stderr
+    assert process.stdout.split() == ["False", "True"], process.stderr
 
 
 def test_an_export_is_made_where_heic_is_not_installed(monkeypatch):
@@ -216,12 +218,12 @@ def lines_run(
     number from its `def`.
     """
     codes = {function.__code__ for function in functions}
-    seen = set()
+    executed = set()
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         if frame.f_code not in codes:
             return None
-        seen.add((frame.f_code.co_name, frame.f_lineno))
+        executed.add((frame.f_code.co_name, frame.f_lineno))
         return trace
 
     before = sys.gettrace()
@@ -230,7 +232,7 @@ def lines_run(
         run()
     finally:
         sys.settrace(before)
-    return seen
+    return executed
 
 
 def test_each_line_of_the_decoder_that_makes_pixels_is_run_by_a_picture():
@@ -239,14 +241,14 @@ def test_each_line_of_the_decoder_that_makes_pixels_is_run_by_a_picture():
     """
     functions = [pixels.decode_rgb, pixels.to_rgb, pixels.reduce, pixels.centre_crop]
     files = self_check.pictures(BRANCHES, self_check.SIDE, 16)
-    seen = lines_run(functions, lambda: decoded(files))
+    executed = lines_run(functions, lambda: decoded(files))
     text = Path(pixels.__file__).read_text()
     refusing = lines_of_refusals(ast.parse(text))
     missed = set()
     for function in functions:
         code = function.__code__
         lines = {line for _, _, line in code.co_lines() if line}
-        run = {number for name, number in seen if name == function.__name__}
+        run = {number for name, number in executed if name == function.__name__}
         missed |= lines - run - refusing - {code.co_firstlineno}
     source = text.splitlines()
     conditions_of_errors = (
@@ -367,7 +369,8 @@ class Shared:
     """A graph whose threads write to one buffer."""
 
     def __init__(self, model: LoadedGraph) -> None:
-        self.real, self.buffer = model.engine, np.zeros(0)
+        self.real = model.engine
+        self.buffer = np.zeros(0)
 
     def __call__(self, batch: np.ndarray) -> np.ndarray:
         self.buffer = self.real(batch)
@@ -387,12 +390,12 @@ def test_the_endpoints_own_threads_run_the_check(honest, monkeypatch):
     threads = set()
     real = self_check.outputs
 
-    def outputs(engine: Any, *rest: Any) -> np.ndarray:
+    def outputs(engine: Any, *args: Any) -> np.ndarray:
         def noted(batch: np.ndarray) -> np.ndarray:
             threads.add(threading.current_thread().name)
             return engine(batch)
 
-        return real(noted, *rest)
+        return real(noted, *args)
 
     monkeypatch.setattr(self_check, "outputs", outputs)
     service.load()
@@ -473,7 +476,8 @@ def as_before(honest: Path, folder: Path) -> Liar:
 def test_an_older_export_is_checked_as_before(name, honest, tmp_path):
     liar = as_before(honest, tmp_path / "export")
     assert kd.load(liar.folder, name).check_itself()
-    engine, calls = kd.load(liar.folder, name, self_check=False).engine, []
+    engine = kd.load(liar.folder, name, self_check=False).engine
+    calls = []
 
     def counted(batch: np.ndarray) -> np.ndarray:
         calls.append(len(batch))

@@ -43,14 +43,14 @@ def test_a_model_that_is_not_loaded_when_the_server_ends_is_no_error(endpoint, c
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_a_free_address_has_numbers_alone(host):
-    found, port = server._free_address(host, 0)
-    assert found in ("127.0.0.1", "::1")
+    address, port = server._free_address(host, 0)
+    assert address in ("127.0.0.1", "::1")
     assert port > 0
 
 
-def test_a_port_that_is_taken():
+def test_a_port_that_is_taken_is_refused():
     with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
+        socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(KdError, match="--port: cannot listen"),
     ):
-        server._free_address(*taken.getsockname())
+        server._free_address(*listener.getsockname())
