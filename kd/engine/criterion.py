@@ -61,25 +61,16 @@ class Criterion(nn.Module):
         # `per_image` is their weighted sum, detached, for sifters. `loss`, which is
         # minimized, is that sum times `batch.weight`.
         with torch.autocast(student.logits.device.type, enabled=False):
-            labelled_batch = batch
-            # class 0 or the empty set stands in for a missing label
-            if self.labelled < 1:
-                labels = {
-                    name: getattr(batch, name).clamp_min(0)
-                    for name in ("label", "partner_label")
-                }
-                labelled_batch = replace(batch, **labels)
-            scores = {
-                name: term.loss(student, teacher.of(term.teacher), labelled_batch)
-                for name, term in zip(self.names, self.all, strict=True)
-            }
-            for name, score_B in scores.items():
+            scores = {}
+            with_labels = (
+                _with_placeholder_labels(batch) if self.labelled < 1 else batch
+            )
+            for name, term in zip(self.names, self.all, strict=True):
+                score_B = term.loss(student, teacher.of(term.teacher), with_labels)
                 _require_score(name, score_B, student, batch)
-            if self.labelled < 1:
-                factor_B = batch.labelled / self.labelled
-                for name, term in zip(self.names, self.all, strict=True):
-                    if term.facts.labels:
-                        scores[name] = scores[name] * factor_B
+                scores[name] = score_B
+                if term.facts.labels and self.labelled < 1:
+                    scores[name] = score_B * (batch.labelled / self.labelled)
             weighted = [
                 term.weight * score
                 for term, score in zip(self.all, scores.values(), strict=True)
@@ -158,6 +149,15 @@ def at_size(model: Any, side: int, image_size: int) -> Iterator[None]:
         yield
     finally:
         model.input_size = input_size
+
+
+def _with_placeholder_labels(batch: Batch) -> Batch:
+    """Return a batch in which class 0, or the empty set, stands for a missing label."""
+    return replace(
+        batch,
+        label=batch.label.clamp_min(0),
+        partner_label=batch.partner_label.clamp_min(0),
+    )
 
 
 def _require_score(name: str, score_B: Any, student: Outputs, batch: Batch) -> None:

@@ -63,6 +63,7 @@ class Graph(nn.Module):
         target = model.input_size
         matrix = None
         if target and target != size:
+            # [target, size]: matrix @ plane @ matrix.T resizes a plane of an image
             identity = torch.eye(size)[None, None]
             matrix = F.interpolate(
                 identity, size=(target, size), mode="bicubic", antialias=True

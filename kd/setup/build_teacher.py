@@ -308,12 +308,15 @@ class TeacherFactory:
         self._rebuilt: dict[ExecutionMode, LiveTeacher] = {}
 
     def __call__(self, mode: ExecutionMode) -> LiveTeacher:
-        live = self._rebuilt.get(mode) or self.on(self.backend.device, mode)
-        if mode.rebuilt:
-            self._rebuilt[mode] = live
-        return live
+        """Return the teacher for a mode; a compiled or exported one is kept."""
+        if not mode.rebuilt:
+            return self.build_on(self.backend.device, mode)
+        if mode not in self._rebuilt:
+            self._rebuilt[mode] = self.build_on(self.backend.device, mode)
+        return self._rebuilt[mode]
 
-    def on(self, device: torch.device, mode: ExecutionMode) -> LiveTeacher:
+    def build_on(self, device: torch.device, mode: ExecutionMode) -> LiveTeacher:
+        """Build the teacher of a mode on a device."""
         plan = self.plan
         backend = self.backend
         live = LiveTeacher(
@@ -364,13 +367,13 @@ def logit_error(
     device = backend.device
     if backend.facts.compiles:  # 16 images would need another graph there
         device = torch.device("cpu")
-        live = factory.on(device, mode)
+        live = factory.build_on(device, mode)
     else:
         live = factory(mode)
     views = context.data.evaluation_views(context.data.val)
     images = pixels_of(readable_images(views.source, PROBED)[0], views)
     batch = Batch.of(images, torch.zeros(0, dtype=torch.int64)).to(device)
-    reference_BC = factory.on(device, PLAIN)(batch).main
+    reference_BC = factory.build_on(device, PLAIN)(batch).main
     logits_BC = live(batch).main
     largest = (logits_BC - reference_BC).abs().max().item()
     # 0 for a constant teacher

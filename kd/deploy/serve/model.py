@@ -194,6 +194,7 @@ def _parse_input(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_passed_on(entry: dict[str, Any], file: str) -> tuple[float, ...]:
+    """Return the share of unsure images with its interval; empty without a rule."""
     stated = entry.get("defer", {}).get("stated", {}).get(file)
     if not stated:
         return ()

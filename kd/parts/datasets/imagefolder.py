@@ -72,7 +72,10 @@ class Options(Keys):
 
 
 def recognizes(folder: Path) -> dict[str, Any]:
-    """Return the keys of a folder; any folder may hold class folders."""
+    """Return the `data` keys that describe a folder: its root and its splits.
+
+    Every folder is recognized, because any may hold class folders.
+    """
     inner = folders(folder)
     while len(inner) == 1 and (below := folders(folder / inner[0])):
         folder /= inner[0]  # one folder around all others, as in archives

@@ -67,13 +67,13 @@ class Exporter:
         """
         raise NotImplementedError
 
-    def written_for(self, path: Path) -> tuple[int, int]:
+    def format_versions(self, path: Path) -> tuple[int, int]:
         """Return the IR and opset versions of a graph; 0: not applicable."""
         return 0, 0
 
     def least(self, path: Path) -> dict[str, Any]:
         """Return a graph's `ir` and `opset`, and as `least` its oldest reader."""
-        ir, opset = self.written_for(path)
+        ir, opset = self.format_versions(path)
         return {"ir": ir, "opset": opset, "least": self.reader(ir, opset)}
 
     def reader(self, ir: int, opset: int) -> str:

@@ -67,7 +67,7 @@ class ONNX(Exporter):
         )
         return lambda pixels: session.run(None, {"image": pixels})[0]
 
-    def written_for(self, path: Path) -> tuple[int, int]:
+    def format_versions(self, path: Path) -> tuple[int, int]:
         _, model = _read_model(path)
         opsets = [opset.version for opset in model.opset_import if not opset.domain]
         return model.ir_version, max(opsets)

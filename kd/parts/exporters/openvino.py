@@ -120,11 +120,13 @@ class OpenVINO(Exporter):
 
         return run
 
-    def written_for(self, path: Path) -> tuple[int, int]:
-        text = path.read_bytes()
-        ir = re.search(rb'<net [^>]*version="(\d+)"', text)
-        opsets = re.findall(rb'version="opset(\d+)"', text)
-        return int(ir[1]) if ir else 0, max(map(int, opsets), default=0)
+    def format_versions(self, path: Path) -> tuple[int, int]:
+        """Return the version of the IR and the highest opset; 0 for a missing one."""
+        content = path.read_bytes()
+        ir = re.search(rb'<net [^>]*version="(\d+)"', content)
+        ir_version = int(ir[1]) if ir else 0
+        opsets = re.findall(rb'version="opset(\d+)"', content)
+        return ir_version, max(map(int, opsets), default=0)
 
     def metadata(self, path: Path) -> dict[str, str]:
         info = path.read_text("utf-8", "replace").rpartition("</edges>")[2]
