@@ -275,7 +275,7 @@ FEW: dict[str, Arm] = {
     "patient": few(share=4.0),
 }
 UNSMOOTHED: Row = {
-    "whole": "unsmoothed",
+    "once_name": "unsmoothed",
     "over": {"teacher": {"fit": {"label_smoothing": 0.0}}},
 }
 MUON: Row = {"optimizer": {"kind": "muon", "lr": 1e-2}}

@@ -302,7 +302,7 @@ def main() -> None:
     sys.path.insert(0, str(HERE))
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
-        photos = {
+        photos: dict[tuple[int, int], Path] = {
             size: photographs(Path(work) / f"photos_{size[0]}", size)
             for size in (SMALL, MEDIUM, LARGE)
         }

@@ -80,7 +80,12 @@ class Arms(NamedTuple):
 def best_of(curve: Curve, cost: float = math.inf) -> float:
     """Return the best score for at most a cost; NaN without one."""
     return max(
-        (score for spent, score in curve.items() if spent <= cost), default=math.nan
+        (
+            score
+            for spent, score in curve.items()
+            if spent <= cost or math.isclose(spent, cost)
+        ),
+        default=math.nan,
     )
 
 
