@@ -1,4 +1,4 @@
-"""Match the student's softened class probabilities to the teacher's.
+"""Match the student's softened probabilities to the teacher's (plain distillation).
 
 Plain knowledge distillation, Hinton et al. 2015 (arXiv:1503.02531), section 2:
 

@@ -1,6 +1,4 @@
-"""Keep candidates whose losses under the current model are high among recent ones.
-
-This is SageMaker's rule.
+"""Keep candidates with high current losses among recent ones (SageMaker's rule).
 
 Legend: B images of a step on all ranks, M images of a micro-batch (a chunk), G chunks
 of a step (accumulate x ranks).
