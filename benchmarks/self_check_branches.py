@@ -37,17 +37,16 @@ from kd.models.load_classifier import Spec, load
 
 TURNS = 15
 START = """
-import json, sys, time
+import json, psutil, sys, time
 from pathlib import Path
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.metrics import resident_bytes
 from kd.deploy.serve.model import describe
 from kd.deploy.serve.service import Service
 folder, file = sys.argv[1:]
 service = Service(describe(Path(folder), file), Limits(), slots=2, threads=1)
 service.load()
 assert service.ready, service.reason
-print(json.dumps({"cpu_s": time.process_time(), "memory_mb": resident_bytes() / 1e6}))
+print(json.dumps({"cpu_s": time.process_time(), "memory_mb": psutil.Process().memory_info().rss / 1e6}))
 service.close()
 """
 RUN = """

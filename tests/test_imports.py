@@ -3,6 +3,8 @@ stays light.
 """
 
 import ast
+import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -407,6 +409,27 @@ def test_import_kd_is_light():
     assert len(loaded) <= 60, sorted(
         loaded
     )  # 30 of the standard library on Python 3.11; torch brings 1,500
+
+
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
+
+
+def test_scripts_in_texts_import_names_that_exist():
+    """Neither pyright nor a formatter looks into a text that a test runs elsewhere."""
+    pattern = re.compile(r"^from (kd[\w.]*) import (?:\(([^)]*)\)|([\w, ]+))", re.M)
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for module, several, line in pattern.findall(path.read_text()):
+            for imported in (several or line).split(","):
+                name = imported.split(" as ")[0].strip()
+                known = dir(importlib.import_module(module))
+                if name and name not in known and not is_module(f"{module}.{name}"):
+                    wrong.append(f"{path.name}: {module}.{name}")
+    assert not wrong
 
 
 def test_the_tests_import_kd_before_torch():

@@ -13,6 +13,7 @@ from itertools import chain, islice, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from kd.cluster.decoders import (
     WHERE,
@@ -56,12 +57,13 @@ class RemoteLoader(LocalLoader):
         self.made_here = 0  # images that this process made itself
         self._fetch = Fetch(dataset)
 
-    def _arriving(self) -> Iterator[Batch | KdError]:
+    @override
+    def _arriving_batches(self) -> Iterator[Batch | KdError]:
         self.pool.grow()
         self._compared.clear()
-        yield from prefetch(self._batches())
+        yield from prefetch(self._decoded_batches())
 
-    def _batches(self) -> Generator[Batch | KdError, None, None]:
+    def _decoded_batches(self) -> Generator[Batch | KdError, None, None]:
         """Yield the batches of the current requests, with several calls pending."""
         waiting = chain.from_iterable(map(split_request, self._requests))
         calls: deque[Call] = deque()

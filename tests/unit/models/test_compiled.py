@@ -15,10 +15,10 @@ SCRIPT = """
 import sys, torch
 from torch import nn
 from kd.models.compiled import compile_forward
-from kd.setup.modes import ExecutionMode, require
+from kd.setup.modes import ExecutionMode, require_mode
 torch.manual_seed(0)
 net = compile_forward(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)))
-require(lambda: net(torch.ones(5, 8)), "student.compile", ExecutionMode("fp32", "fused", compiled=True))
+require_mode(lambda: net(torch.ones(5, 8)), "student.compile", ExecutionMode("fp32", "fused", compiled=True))
 net(torch.ones(5, 8)).logsumexp(1).mean().backward()
 print(net[0].weight.grad.norm().item())
 """
