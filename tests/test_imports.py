@@ -426,8 +426,8 @@ def test_scripts_in_texts_import_names_that_exist():
         for module, several, line in pattern.findall(path.read_text()):
             for imported in (several or line).split(","):
                 name = imported.split(" as ")[0].strip()
-                known = dir(importlib.import_module(module))
-                if name and name not in known and not is_module(f"{module}.{name}"):
+                known = hasattr(importlib.import_module(module), name)
+                if name and not known and not is_module(f"{module}.{name}"):
                     wrong.append(f"{path.name}: {module}.{name}")
     assert not wrong
 
