@@ -1,15 +1,17 @@
-"""Draw docs/how.svg (guide: from photographs to an endpoint) and docs/rooms.svg
-(design: who may import whom).
+"""Draw docs/how.svg (guide: from photographs to an endpoint), docs/rooms.svg (design:
+who may import whom) and docs/try-first.svg (faster runs: where is the time, which key).
 
     python tools/drawings.py
 
 Both have colours for light and dark screens. The rooms and their order come from
-tests/test_imports.py.
+tests/test_imports.py; what a key gave comes from the newest story_*.csv.
 """
 
 from __future__ import annotations
 
+import csv
 import re
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
@@ -36,6 +38,40 @@ MEANINGS = {
     "jobs": "init, train, cache, check; the Python API",
     "cli": "the commands",
 }
+
+# question and its evidence, title of the answer, keys, row of the story that tried it
+QUESTIONS = (
+    (
+        ("Do steps wait for data?", "data: at least a tenth of a step"),
+        ("Decode once, or elsewhere", "data.store=ram, data.workers", "more cores: kd-launch --view-ms"),
+        "fewer workers, a store",
+        "loading took 1 % there",
+    ),
+    (
+        ("Does it compute in float32?", "Precision: bfloat16 has units here"),
+        ("bfloat16", "backend.precision=bf16", "teacher.precision=bf16"),
+        "bfloat16",
+        "",
+    ),
+    (
+        ("Does the teacher run each epoch?", "Teacher: at least a quarter of a step"),
+        ("Run it once", "teacher.cache.views=auto", "before training: kd-cache"),
+        "teacher cached",
+        "more once it is filled",
+    ),
+    (
+        ("Is memory left?", "the line memory of --check"),
+        ("A larger batch, several ranks", "data.batch_size=64", "optimizer.zero=true"),
+        "batch by memory",
+        "on two cores that were full",
+    ),
+    (
+        ("May accuracy pay for speed?", "student: most of a step"),
+        ("Fewer pixels, fewer images", "data.progressive.size=112", "sifter.kind=history"),
+        "small pictures first",
+        "fewer steps gave as much",
+    ),
+)  # fmt: skip
 
 
 def box(
@@ -194,10 +230,56 @@ def rooms() -> str:
     )
 
 
+def story_gains() -> dict[str, float]:
+    """Return how many times as fast each row of the newest story is as the one before."""
+    newest = sorted(ROOT.glob("benchmarks/results/speed/story_*.csv"))[-1]
+    rows = list(csv.DictReader(_without_comments(newest.read_text().splitlines())))
+    speeds = [float(row["steady_images_per_second"]) for row in rows]
+    names = [row["name"] for row in rows[1:]]
+    return {
+        name: after / before
+        for name, before, after in zip(names, speeds, speeds[1:], strict=False)
+    }
+
+
+def _without_comments(lines: Iterable[str]) -> list[str]:
+    return [line for line in lines if not line.startswith("#")]
+
+
+def try_first() -> str:
+    """Draw which key to try, by where the time of a step goes."""
+    gains = story_gains()
+    head = "every run prints where its time went"
+    elements = [box(14, 14, 330, 50, "Measure", head, kind="ours")]
+    for number, (question, answer, row, remark) in enumerate(QUESTIONS):
+        y = 92 + 94 * number
+        label = "" if number == 0 else "no, or done"
+        elements += [
+            arrow((179, y - (28 if number == 0 else 24)), (179, y)),
+            f'<text class="small left" x="187" y="{y - 9}">{label}</text>',
+            box(14, y, 330, 70, *question),
+            arrow((344, y + 35), (414, y + 35)),
+            f'<text class="small" x="376" y="{y + 28}">yes</text>',
+            box(414, y, 268, 70, *answer, kind="ours"),
+            f'<text x="791" y="{y + 32}">{gains[row]:.2f} times as fast</text>',
+            f'<text class="small" x="791" y="{y + 50}">{remark}</text>',
+        ]
+    elements += [
+        '<text class="small" x="548" y="72">which keys</text>',
+        '<text class="small" x="791" y="56">in the story, each</text>',
+        '<text class="small" x="791" y="72">on top of the last</text>',
+    ]
+    label = "where the time of a step goes, which key to try, and what it gave"
+    return drawing(900, 92 + 94 * len(QUESTIONS), label, *elements)
+
+
+DRAWINGS = {"how": how, "rooms": rooms, "try-first": try_first}
+
+
 def main() -> None:
-    """Write both files."""
-    for name, drawn in (("how", how()), ("rooms", rooms())):
-        (ROOT / "docs" / f"{name}.svg").write_text(drawn)
+    """Write all files."""
+    for name, draw in DRAWINGS.items():
+        (ROOT / "docs" / f"{name}.svg").write_text(draw())
 
 
 if __name__ == "__main__":

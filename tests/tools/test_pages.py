@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -55,11 +56,22 @@ def test_a_claim_follows_from_its_rows():
 
 def test_the_committed_drawings_are_what_the_tool_draws():
     drawings = tool("drawings")
-    for name, drawn in (("how", drawings.how()), ("rooms", drawings.rooms())):
+    for name, draw in drawings.DRAWINGS.items():
+        drawn = draw()
         assert (ROOT / "docs" / f"{name}.svg").read_text() == drawn, (
             "run python tools/drawings.py"
         )
         assert "prefers-color-scheme: dark" in drawn
+
+
+def test_the_drawing_of_what_to_try_first_names_keys_and_the_gains_of_the_story():
+    drawn = tool("drawings").try_first()
+    keys = re.findall(r"\b([a-z]+(?:\.[a-z_]+)+)(?==|,)", drawn)
+    known = (ROOT / "docs" / "keys.md").read_text()
+    assert len(keys) > 7
+    assert [key for key in keys if f"`{key}`" not in known] == []
+    # benchmarks/results/speed/story_amd-epyc-2cores_2026-11-28.csv: 13.73 / 6.99
+    assert "1.96 times as fast" in drawn
 
 
 def test_every_file_says_what_it_is():
