@@ -9,6 +9,7 @@
 # make mutants  300 small mistakes in kd/, and which of them the tests miss; hours, resumable
 # make proof     what a teacher with pretrained weights adds, three seeds: DATA=FOLDER WEIGHTS=FOLDER; hours, resumable
 # make story     a script with the usual mistakes, and six changes that its findings name: 15 CPU minutes, resumable
+# make docs      the documentation as a site with search, in build/site, which works from a folder
 # make bench     repeat the measurements under benchmarks/
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ PYTEST := -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-
 # not compiled: of 24,000 modules a run imports a few thousand, and all of them took 66 CPU seconds
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: run test test-slow test-xla test-floor gpu soak mutants compare proof story bench lint clean
+.PHONY: docs run test test-slow test-xla test-floor gpu soak mutants compare proof story bench lint clean
 
 run: $(VENV)/.run
 	$(VENV)/bin/kd-train configs/vit_food.yaml
@@ -41,6 +42,9 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+docs: $(VENV)/.dev
+	$(VENV)/bin/python tools/site.py build
 
 test-xla: $(XLA)/.xla
 	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -q tests/xla

@@ -33,6 +33,11 @@ def page() -> str:
         for place, key in enumerate(dict.fromkeys(row[0].split(".")[0] for row in rows))
     }
     rows.sort(key=lambda row: (order[row[0].split(".")[0]], row[4]))
+    explained: dict[str, str] = {}  # the key that a meaning is written at
+    for key, _, _, meaning, part_kind in sorted(rows, key=lambda row: "[]" in row[0]):
+        meaning = meaning.removeprefix(f"[kind: {part_kind}] ")
+        of_kind = f" of {part_kind}" if part_kind else ""
+        explained.setdefault(meaning, f"`{key}`{of_kind}")
     for key, allowed, default, meaning, part_kind in rows:
         if key.split(".")[0] != section:
             section = key.split(".")[0]
@@ -54,6 +59,9 @@ def page() -> str:
                 "|---|---|---|---|",
             ]
         meaning = meaning.removeprefix(f"[kind: {part_kind}] ")
+        of_kind = f" of {part_kind}" if part_kind else ""
+        if explained[meaning] != f"`{key}`{of_kind}":
+            meaning = f"As {explained[meaning]}."
         cells = (
             f"`{key}`",
             allowed.removeprefix("Allowed: "),

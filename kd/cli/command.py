@@ -195,7 +195,7 @@ def number(unit: str) -> Callable[[str], float]:
 
 
 def explain_keys(prefix: str = "", path: str = "") -> str:
-    """Describe the keys below a dotted prefix, or all that end with a word, by kind.
+    """Describe the keys below a dotted prefix, or all that name a word, by kind.
 
     `path`: a configuration; only keys of the kinds that it uses are explained.
     """
@@ -211,6 +211,9 @@ def explain_keys(prefix: str = "", path: str = "") -> str:
     ]
     if about:
         rows += [row for row in explain() if row[3].startswith(f"[kind: {prefix}] ")]
+    if not (rows or about):  # a word of their meanings, such as wandb
+        word = re.compile(rf"\b{re.escape(prefix)}\b", re.IGNORECASE)
+        rows = [row for row in explain() if word.search(row[3])]
     if not (rows or about):
         near = did_you_mean(prefix, [row[0] for row in explain()])
         remedy = near or "See `kd-train --help-keys`"

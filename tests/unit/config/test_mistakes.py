@@ -639,3 +639,8 @@ def test_an_override_beyond_a_list_says_how_many_items_it_has():
         ConfigErrors, match=r"^losses\.x: .*is a list.*counted from 0; it has 1"
     ):
         load(RIGHT, ["losses.x={kind: ce}"])
+
+
+def test_help_finds_keys_by_a_word_of_their_meaning(command):
+    assert "run.trackers" in command("help", "wandb").out
+    assert command("help", "trackerz").code == 2
