@@ -107,7 +107,7 @@ def python_page() -> str:
     for title, names in PYTHON.items():
         blocks.append(f"## {title}")
         blocks += map(documented, names)
-    blocks.append("## Sift batches in somebody else's loop\n\n::: kd.sifting")
+    blocks.append("## Sift batches in the loop of another library\n\n::: kd.sifting")
     return "\n\n".join(blocks) + "\n"
 
 
