@@ -3,16 +3,16 @@
 The table has all sizes of its families that SageMaker trains on. Prices are on-demand
 list prices of training in us-east-1 on 2026-09-27, from the AWS Price List API
 (`AmazonSageMaker` offer file) as a public notebook toolkit recorded them with vCPUs and
-GiB; a second project records the same of g5, g6 and g6e in us-west-2. Those of p3 are
-older: AWS's post on heterogeneous clusters (2022) and a copy of its price page. That of
-trn1n was not known to either. `price.per_hour` of a configuration overrides them.
+GiB; a second project records the same for g5, g6 and g6e in us-west-2. Prices of p3 are
+older: AWS's post on heterogeneous clusters (2022) and a copy of the price page. The
+price of trn1n is not known. `price.per_hour` of a configuration overrides them.
 Accelerators are EC2's, as torchx and Red Hat's documentation list them (read 2026-11).
 """
 
 import math
 from typing import NamedTuple
 
-from kd.config.costs import Bill
+from kd.config.bill import Bill
 from kd.core.errors import ConfigError, did_you_mean
 from kd.core.text import format_dollars
 
@@ -211,7 +211,7 @@ def core_plan(
         elif plan.hosts and group is None:
             lines.append("data      a data group needs data.store=none")
     if plans:
-        lines.append(f"prices    on demand, us-east-1, {PRICED_ON}; of training only")
+        lines.append(f"prices    list prices on demand of {PRICED_ON}, us-east-1")
     return lines
 
 
@@ -243,7 +243,7 @@ def _plans(present: Plan, need: int) -> list[Plan]:
     return single + [
         plan
         for plan in sorted(grouped, key=_rank)[:1]
-        if not single or _rank(plan) < _rank(single[0])
+        if not single or round(_rank(plan), 2) < round(_rank(single[0]), 2)  # cents
     ]
 
 
