@@ -226,8 +226,8 @@ def _plans(present: Plan, need: int) -> list[Plan]:
         Plan(kind, count, present.usd if kind == present.kind else 0.0)
         for kind, row in TABLE.items()
         if _family(kind) == _family(present.kind)
-        for count, rest in [divmod(present.accelerators, row.accelerators)]
-        if rest == 0 and count <= present.count
+        for count, remainder in [divmod(present.accelerators, row.accelerators)]
+        if remainder == 0 and count <= present.count
     ]
     grouped = [
         plan
@@ -243,12 +243,14 @@ def _plans(present: Plan, need: int) -> list[Plan]:
     return single + [
         plan
         for plan in sorted(grouped, key=_rank)[:1]
-        if not single or round(_rank(plan), 2) < round(_rank(single[0]), 2)  # cents
+        if not single or _rank(plan) < _rank(single[0])
     ]
 
 
-def _rank(plan: Plan) -> float:
-    return plan.per_hour or math.inf  # an unknown price is the last
+def _rank(plan: Plan) -> tuple[float, float]:
+    """Return the price in cents, the last if not known, and that of the data group."""
+    data_usd = plan.hosts * TABLE[plan.data_kind].usd
+    return round(100 * plan.per_hour) or math.inf, data_usd
 
 
 def _plan_line(present: Plan, plan: Plan, trained: float, view_ms: float) -> str:

@@ -148,6 +148,8 @@ def test_a_plan_without_a_price_says_so():
     lines = core_plan("trn1n.32xlarge", 1, 30.0, 300.0)
     assert "2.25 times as fast; its price is not known" in lines[1]
     assert "USD" not in lines[1]
+    few = core_plan("trn1n.32xlarge", 1, 30.0, 135.0)[1]  # 65 cores, of which 64 exist
+    assert "--data-group ml.c7i.large:1" in few
     priced = core_plan("trn1n.32xlarge", 1, 30.0, 300.0, usd=30.0)[1]
     assert "instead of 30.00" in priced
 
