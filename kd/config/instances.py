@@ -211,7 +211,8 @@ def core_plan(
         elif plan.hosts and group is None:
             lines.append("data      a data group needs data.store=none")
     if plans:
-        lines.append(f"prices    list prices on demand of {PRICED_ON} (p3: older), us-east-1")
+        dated = f"{PRICED_ON} (p3: older)"
+        lines.append(f"prices    list prices on demand of {dated}, us-east-1")
     return lines
 
 
