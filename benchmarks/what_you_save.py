@@ -41,6 +41,7 @@ from mfu import matrix_rate
 from photographs import SIDES, enlarged
 
 from _record import write
+from kd.config.bill import Bill
 from kd.config.instances import TABLE
 from kd.core.intervals import paired_interval, wilson_interval
 
@@ -191,7 +192,8 @@ def main() -> None:
         type=System.parse,
         metavar="NAME[@SEED]=EXPORT[:FILE][+SECOND]",
     )
-    parser.add_argument("--price", default="ml.c7i.8xlarge", choices=sorted(TABLE))
+    priced = sorted(name for name, machine in TABLE.items() if machine.usd)
+    parser.add_argument("--price", default="ml.c7i.8xlarge", choices=priced)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)
     options = parser.parse_args()
@@ -217,9 +219,9 @@ def main() -> None:
             row["cpu_ms"] / (rows[0] if rows else row)["cpu_ms"], 3
         )
         row["per_core"] = round(1000 / row["cpu_ms"], 1)
-        row["usd_per_million"] = round(
-            row["cpu_ms"] * 1e6 / 3.6e6 * instance.usd / instance.cores, 2
-        )
+        hours = row["cpu_ms"] * 1e6 / 3.6e6  # of a core
+        bill = Bill(hours, instance.usd / instance.cores)
+        row["usd_per_million"] = round(bill.usd, 2)
         row["mb"] = round(system.megabytes(), 2)
         row["matrix_gflops"] = round(rate, 1)
         rows.append(row)

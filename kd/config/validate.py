@@ -342,17 +342,18 @@ def _of_one_section(config: Config) -> Iterator[KdError]:
     price = config.price
     if price.instance and not price.per_hour:
         # only if a machine is named
-        from kd.config.instances import TABLE, price_per_hour
+        from kd.config.instances import KNOWN, TABLE, price_per_hour
 
         if price_per_hour(price.instance):
             return
         wrong = f"is {price.instance!r}, whose price kd does not know"
-        remedy = did_you_mean(price.instance, TABLE) or "Set price.per_hour"
+        priced = [name for name, machine in TABLE.items() if machine.usd]
+        remedy = f"{did_you_mean(price.instance, priced)} Set price.per_hour"
         yield ConfigError(
             "price.instance",
             wrong,
-            f"One of {', '.join(TABLE)}, or any with a price",
-            remedy,
+            f"{KNOWN}, or any with a price",
+            remedy.lstrip(),
         )
 
 

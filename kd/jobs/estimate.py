@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kd.config import instances
+from kd.config.bill import Bill
 from kd.core.contracts import Backend, Sifter, Teacher
 from kd.core.host import cores
 from kd.core.text import format_dollars, format_seconds
@@ -385,7 +386,7 @@ def _price_lines(
     hourly = price.per_hour or instances.price_per_hour(price.instance)
     lines = []
     if hourly:
-        cost = f"about USD {format_dollars(hourly * seconds / 3600)}"
+        cost = f"about USD {format_dollars(Bill(seconds / 3600, hourly).usd)}"
         if accelerated and facts.cpu:
             cost = (
                 "not known: the times are those of this machine's CPU, not of an"

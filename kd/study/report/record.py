@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kd.config import instances
+from kd.config.bill import Bill
 from kd.core.intervals import Samples, wilson_interval
 from kd.core.scores import Column, Scored, Scores
 from kd.core.text import format_dollars, format_seconds, percent
@@ -251,14 +252,13 @@ class RunRecord:
     @property
     def per_hour(self) -> float:
         """US dollars per hour for all machines; 0: unknown."""
-        price = self.keys.get("price.per_hour")
-        if not price:
-            price = instances.price_per_hour(str(self.keys.get("price.instance", "")))
+        machine = str(self.keys.get("price.instance", ""))
+        price = self.keys.get("price.per_hour") or instances.price_per_hour(machine)
         return int(self.manifest.get("machines", 1)) * float(price)
 
     @property
     def cost(self) -> float:
-        return self.per_hour * self.billable / 3600
+        return Bill(self.billable / 3600, self.per_hour).usd
 
 
 def total(costs: Iterable[float | None]) -> float | None:
@@ -404,12 +404,12 @@ def verdicts(runs: Sequence[RunRecord]) -> list[str]:
 def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     """Return throughput, billable time, cost and saving of each run as rows.
 
-    The saving is relative to the first run with a price. As SageMaker computes: cost =
-    price per hour x billable seconds / 3600. An epoch's cost counts only the student's
-    own steps, and saving = 1 - cost / cost of the first run.
+    The saving is relative to the first run with a price. As in SageMaker, the cost is
+    that of the billable seconds. Saving and an epoch's cost count only the student's
+    own steps.
     """
     rows = []
-    first_cost = 0.0
+    first = Bill(0.0, 0.0)
     for run in runs:
         epochs = len(run.epochs)
         if not epochs and run.train:
@@ -420,10 +420,11 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
         score = saving = "-"
         if run.best:
             score = column.with_title(value, run.samples.get(column.key))
-        cost = run.per_hour * run.seconds / 3600  # of the steps alone
-        if cost and first_cost:
-            saving = f"{100 * (1 - cost / first_cost):.1f} %"
-        first_cost = first_cost or cost
+        steps = Bill(run.seconds / 3600, run.per_hour)
+        saved = steps.saving(first)
+        if saved is not None:
+            saving = f"{100 * saved:.1f} %"
+        first = first if first.usd else steps
         rows.append(
             {
                 "run": run.name,
@@ -431,8 +432,8 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
                 "billable": format_seconds(run.billable),
                 "USD/h": f"{run.per_hour:.3f}" if run.per_hour else "-",
                 "USD": format_dollars(run.cost) if run.cost else "-",
-                "USD an epoch": format_dollars(cost / epochs)
-                if cost and epochs
+                "USD an epoch": format_dollars(steps.usd / epochs)
+                if steps.usd and epochs
                 else "-",
                 "USD a point": format_dollars(run.cost / points)
                 if run.cost and points
