@@ -34,7 +34,7 @@ TAIL = 3.0
 SLOWER = 5.0
 SERVER_MS = 10.0  # see SLOWER
 LEAST_INT8 = 0.5
-"""Share of int8 weights below which log and card report it: most weights are as they were
+"""Share of int8 weights below which log and card report it: most weights are as trained
 then, and more than 5/8 of float32's bytes are left. Of a convolutional network dynamic
 quantization converts only the head.
 """
