@@ -130,7 +130,7 @@ def _local_teacher(weights: PretrainedWeights, classes: Sequence[str]) -> Chosen
         return ChosenTeacher(keys, why, "fit", weights.side)
     # A vision transformer would be built for the data's size.
     keys = keys | input_keys(keys["model"], network.input_size)
-    why = f"{weights.why}; its outputs are the classes"
+    why = f"{weights.why}; it has an output for each class"
     return ChosenTeacher(keys, why, "logits", weights.side, network)
 
 
