@@ -51,9 +51,8 @@ def student(
         Spec("student", name, args, ["apple", "fig", "pear"], free_size=not args), SIZE
     ).eval()
     with torch.no_grad():
-        model.network.head.weight *= (
-            30  # logits that differ by more than eight bits round
-        )
+        # logits that differ by more than eight bits round
+        model.network.get_classifier().weight *= 30
         if outliers:
             for tensor in (model.network.norm.weight, model.network.norm.bias):
                 tensor[:2] *= OUTLIERS
