@@ -85,6 +85,29 @@ def compared(photos: Path, teacher: Path, **sections: Any) -> dict[str, Any]:
     return {**merged(config, sections), "backend": {"precision": "fp32", **backend}}
 
 
+def with_tokenizer(folder: Path, texts: str) -> list[str]:
+    """Write a tokenizer of one word a token for a CLIP, and return its words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[BOS]", "[EOS]", "[UNK]", *dict.fromkeys(texts.split())]
+    tokenizer = Tokenizer(
+        WordLevel({word: id for id, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = Whitespace()
+    ends = [("[BOS]", 1), ("[EOS]", 2)]
+    tokenizer.post_processor = TemplateProcessing(
+        single="[BOS] $A [EOS]", special_tokens=ends
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]"
+    ).save_pretrained(folder)
+    return words
+
+
 class Trained(NamedTuple):
     """A finished run."""
 

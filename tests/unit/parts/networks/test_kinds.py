@@ -4,6 +4,7 @@ wrong combination in one line.
 
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pieces import merged, slow
+import yaml
+from pieces import merged, slow, with_tokenizer
 from safetensors.torch import load_file, save_file
 
 import kd
@@ -270,39 +272,12 @@ def test_a_siglip_is_a_zero_shot_teacher_too(sections, bare, tmp_path):
 
 
 def test_class_vectors_come_from_the_text_tower(sections, bare, tmp_path):
-    """A tokenizer of one word a token; two prompts are averaged as unit vectors."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from tokenizers.processors import TemplateProcessing
-    from transformers import CLIPModel, PreTrainedTokenizerFast
+    """Two prompts are averaged as unit vectors."""
+    from transformers import CLIPModel
 
     folder = tmp_path / "clip"
     shutil.copytree(sections["zero_shot"]["model"], folder)
-    words = [
-        "[PAD]",
-        "[BOS]",
-        "[EOS]",
-        "[UNK]",
-        "a",
-        "photo",
-        "of",
-        "apple",
-        "fig",
-        "pear",
-        "ripe",
-    ]
-    tokenizer = Tokenizer(
-        WordLevel({word: id for id, word in enumerate(words)}, unk_token="[UNK]")
-    )
-    tokenizer.pre_tokenizer = Whitespace()
-    ends = [("[BOS]", 1), ("[EOS]", 2)]
-    tokenizer.post_processor = TemplateProcessing(
-        single="[BOS] $A [EOS]", special_tokens=ends
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]"
-    ).save_pretrained(folder)
+    words = with_tokenizer(folder, "a photo of apple fig pear ripe")
     section = {
         "kind": "zero_shot",
         "model": str(folder),
@@ -323,6 +298,28 @@ def test_class_vectors_come_from_the_text_tower(sections, bare, tmp_path):
             )
         expected = torch.nn.functional.normalize(torch.stack(units).mean(0), dim=0)
         torch.testing.assert_close(vectors[label], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_page_s_clip_teaches_images_without_labels(sections, settings, tmp_path):
+    """The file of docs/weights.md with random weights: the classes are the names'."""
+    page = (EXAMPLES.parent / "docs" / "weights.md").read_text()
+    (text,) = re.findall(r"^(# clip\.yaml\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names = ["pear", "plum"]  # the photographs are of others, and have no labels
+    folder = tmp_path / "clip"
+    shutil.copytree(sections["zero_shot"]["model"], folder)
+    with_tokenizer(folder, f"a photo close-up of {' '.join(names)} .")
+    (tmp_path / "names.txt").write_text("\n".join(names))
+    written = yaml.safe_load(text.replace("FOLDER", settings["data"]["root"]))
+    written["data"] |= {"image_size": 16, "batch_size": 8, "workers": 0}
+    written["teacher"] |= {"model": str(folder), "precision": "fp32"}
+    written["teacher"]["classes"] = str(tmp_path / "names.txt")
+    run = {**settings["run"], "name": "clip", "epochs": 1, "steps": 2}
+    trained = kd.train(
+        {**settings, **written, "run": run, "student": settings["student"]}
+    )
+    assert "accuracy" not in trained.metrics
+    assert 0 <= trained.metrics["agreement"] <= 1
+    assert kd.load(trained.export()).classes == names
 
 
 def changed(section, **values):
