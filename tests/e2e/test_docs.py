@@ -25,7 +25,7 @@ import pytest
 import timm
 import torch
 import yaml
-from pieces import tiny
+from pieces import tiny, with_tokenizer
 from PIL import Image
 from serving import ROOT, Running
 
@@ -367,6 +367,17 @@ def folder(photos: Path, distilled: Path) -> None:
         Image.new("RGB", (40, 30), "red").save(name)
 
 
+def clip_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a CLIP of random weights and class names into the current folder."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from any_teacher import clip, save
+
+    save(clip(16, 16), Path("clip"), 16)
+    names = ["pear", "plum"]
+    Path("names.txt").write_text("\n".join(names))
+    with_tokenizer(Path("clip"), " ".join(names))
+
+
 @pytest.mark.timeout(
     900
 )  # deploy.md exports a student in every form: 86 s beside two other tests
@@ -379,6 +390,8 @@ def test_commands_and_snippets_work(
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(str(inside))
+    if page.name == "weights.md":
+        clip_folder(monkeypatch)
     if page.name in (
         "deploy.md",
         "watching.md",
