@@ -400,7 +400,7 @@ def time_share(evidence: Evidence) -> Finding | None:
 
 
 def _schedules(facts: Facts) -> tuple[tuple[str, str, int], ...]:
-    """Return what is done every so many steps: span, key, steps (0: unknown)."""
+    """Return span, key and interval in steps (0: unknown) of what recurs by plan."""
     return (
         ("evaluation", "run.every.evaluate", facts.evaluate),
         ("checkpoint", "run.every.checkpoint", facts.checkpoint),
@@ -410,15 +410,13 @@ def _schedules(facts: Facts) -> tuple[tuple[str, str, int], ...]:
 def recurring_steps(evidence: Evidence) -> Finding | None:
     """Find steps that are slow at a regular interval, and what alternates with them."""
     steps = evidence.latest_steps()
-    lengths = [
-        sum(ms for name, ms in step.items() if name not in APART) for step in steps
+    inside = [
+        {name: ms for name, ms in step.items() if name not in APART} for step in steps
     ]
-    pattern = recurrence(lengths)
+    pattern = recurrence([sum(step.values()) for step in inside])
     if pattern is None or pattern.share < DATA_WAIT:
         return None
-    excess = pattern.excess(steps)
-    for name in APART:
-        excess.pop(name, None)
+    excess = pattern.excess(inside)
     # a sifter scores the images of several steps at a time
     if excess.get("sifting", 0.0) > SCORING * (pattern.slow_ms - pattern.usual_ms):
         return None

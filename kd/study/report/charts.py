@@ -10,6 +10,7 @@ its numbers as a table. A further kind is a further specification
 
 import base64
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -20,7 +21,7 @@ import vl_convert
 from markupsafe import Markup
 from PIL import Image
 
-from kd.core.text import format_number, percent
+from kd.core.text import format_number
 
 Spec = dict[str, Any]
 POINTS = 300  # most points of a line: a pixel of the smallest chart has one
@@ -31,9 +32,10 @@ SYMBOL = 46  # width of what stands around a name in a legend, pixels
 DIGITS = 4  # of the numbers in a table
 HEAT = (47, 111, 222)  # red, green, blue of a heat map, over light and dark grounds
 FAINTEST = 0.1  # opacity of a cell of 0 %: a cell without a value has none
-ROW = 12  # pixels of a heat map's row, as of a line of small text
+ROW = 16  # pixels of a heat map's row, as of a line of small text
+LABELS = 8  # most numbers beside the rows
 MOST_ROWS = 384  # of all its rows together: two for each of 192 cores
-BELOW = 40  # of the axis below them
+BELOW = 52  # of the axis below them
 DASHES = [2, 4]  # pixels drawn and left out of a level's line
 SHARE = "format(datum.value * 100, '~g') + ' %'"
 """The labels of an axis of shares."""
@@ -239,14 +241,15 @@ def stack(
 
 
 def heat(shares_RC: np.ndarray, name: str, width: int, x_axis: Axis) -> Chart:
-    """Draw shares as the opacity of cells, a row for each `name` with its number.
+    """Draw shares as the opacity of cells, a row for each device called `name`.
 
     `shares_RC`: 0 to 1, float [rows, columns]; NaN: unknown. `x_axis` has an `end`.
     """
     count = len(shares_RC)
     x = x_axis.spec("x", grid=False)
-    y = Axis(name).spec("y", grid=False)
-    y["axis"]["tickMinStep"] = 1
+    y = Axis().spec("y", grid=False)
+    numbers = [*range(0, count, math.ceil(count / LABELS))]
+    y["axis"] |= {"values": numbers, "format": "d"}
     y["scale"] |= {"domain": [-0.5, count - 0.5], "reverse": True}
     # an image of one byte per cell: an SVG's rectangle takes a hundred
     mark = {
@@ -284,7 +287,7 @@ def heat_legend() -> list[tuple[str, str]]:
     """Return shares as text, each with its colour in a heat map."""
     shares = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
     return [
-        (percent(share), f"rgb({' '.join(map(str, HEAT))} / {opacity:.3f})")
+        (format_number(share, "%"), f"rgb({' '.join(map(str, HEAT))} / {opacity:.3f})")
         for share, opacity in zip(shares, _opacity(shares), strict=True)
     ]
 

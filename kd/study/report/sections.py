@@ -283,7 +283,7 @@ def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Grid]:
         for card_title, (values, unit) in cards.items()
         if values
     ]
-    return [Grid(heats), Grid(lines_cards, 2)]
+    return [grid for grid in (Grid(heats), Grid(lines_cards, 2)) if grid.cards]
 
 
 def _heat(
