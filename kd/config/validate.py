@@ -432,9 +432,7 @@ def _student(student: StudentSection) -> Iterator[KdError]:
             ", ".join(STUDENTS),
             "Choose one; torch builds your own network",
         )
-    elif (
-        student.init == "pretrained" and not student.checkpoint and not facts.weights
-    ):
+    elif student.init == "pretrained" and not student.checkpoint and not facts.weights:
         wrong = (
             f"is 'pretrained', but a student of kind '{student.kind}' has no checkpoint"
         )

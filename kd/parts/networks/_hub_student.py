@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kd.core.errors import ModelError, did_you_mean
+from kd.core.errors import ModelError
 from kd.core.text import nfc
 from kd.models.spec import Spec
 from kd.parts.networks import _towers as towers
@@ -45,9 +45,8 @@ def _require_images(spec: Spec, hub: Any, config: Any) -> None:
     wrong = f"'{spec.model}' is a {kind}, of which transformers has no image classifier"
     if not spec.logits:
         wrong = f"'{spec.model}' is a {kind}, which has no features of images"
-    remedy = did_you_mean(kind, kinds) or "Choose one of them"
     allowed = f"One of: {', '.join(kinds)}"
-    raise ModelError(f"{spec.config_path}.model", wrong, allowed, remedy)
+    raise ModelError(f"{spec.config_path}.model", wrong, allowed, "Choose one of them")
 
 
 def settle_head(spec: Spec, model: nn.Module, config: Any) -> tuple[str, ...]:

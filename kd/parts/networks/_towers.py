@@ -58,7 +58,7 @@ def quiet(hub: Any) -> Iterator[None]:
 
 
 def _loading_error(spec: Spec, error: Exception) -> ModelError:
-    if spec.free_size:  # nothing but an architecture is read
+    if spec.free_size and (spec.args or "/" not in spec.model):
         wrong = f"'{spec.model}' cannot be built ({error_summary(error)})"
         section = spec.config_path
         remedy = f"Correct {section}.model or {section}.args"
@@ -104,7 +104,8 @@ def read_config(spec: Spec, hub: Any) -> Any:
         raise _loading_error(spec, error) from error
     for key in unknown:
         wrong = f"has '{key}', which is no key of a {type(config).__name__}"
-        keys = sorted(config.to_dict())
+        common = hub.PretrainedConfig().to_dict()
+        keys = sorted(type(config)().to_dict().keys() - common)
         remedy = did_you_mean(key, keys) or "Leave it out"
         allowed = f"Its keys: {', '.join(keys)}"
         raise ModelError(f"{spec.config_path}.args", wrong, allowed, remedy)
@@ -297,8 +298,11 @@ class Tower(nn.Module):
 
     @property
     def inner(self) -> nn.Module:
-        """The model of transformers, whose weights an export has under its names."""
-        return self.model
+        """The model whose weights an export has under transformers' names.
+
+        It is the tower itself where logits are selected: they are more than the model.
+        """
+        return self.model if isinstance(self.pick, nn.Identity) else self
 
     def no_weight_decay(self) -> set[str]:
         return UNDECAYED
