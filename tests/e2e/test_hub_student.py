@@ -9,8 +9,12 @@ import pytest
 import torch
 from pieces import CLASSES, merged, slow
 from safetensors.torch import load_file
+from torch.utils.data import TensorDataset
 
 import kd
+from kd.engine.optim import groups
+from kd.models.spec import Spec
+from kd.parts import registry
 
 hub = pytest.importorskip("transformers")
 VIT = {
@@ -110,27 +114,110 @@ def test_a_resumed_run_is_bitwise_the_same(settings):
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_it_starts_from_a_folder_with_a_new_classifier(settings, folder, tmp_path):
+def test_it_starts_from_a_folder_with_a_new_classifier(
+    settings, folder, tmp_path, capfd
+):
     section = {"kind": "transformers", "model": str(folder), "init": "pretrained"}
     run = trained(
         settings, section, run={"steps": 1}, optimizer={"lr": 1e-9, "weight_decay": 0}
     )
     prefix = "model.student.network.model."
-    stored = load_file(folder / "model.safetensors")
-    for name, tensor in tensors(run).items():
-        if name.startswith(prefix):
-            name = name.removeprefix(prefix)
-            expected = stored[name]
-            if name.startswith("classifier."):
-                expected = torch.zeros(len(CLASSES), *expected.shape[1:])
-            torch.testing.assert_close(tensor, expected, atol=1e-6, rtol=0)
-    lines = (
-        (run.folder / "log.txt").read_text()
-        if (run.folder / "log.txt").exists()
-        else ""
-    )
-    print(lines[:200])
-    about = json.loads(
+    first = hub.ViTForImageClassification.from_pretrained(folder).state_dict()
+    assert len(first["classifier.weight"]) == 5
+    changed = tensors(run)
+    for name, expected in first.items():
+        if name.startswith("classifier."):
+            expected = torch.zeros(len(CLASSES), *expected.shape[1:])
+        tensor = changed[prefix + name]
+        torch.testing.assert_close(tensor, expected, atol=1e-6, rtol=0)
+    said = capfd.readouterr()
+    assert "classifier is for 5 other classes" in said.out + said.err
+    # exporting needs the folder's configuration, not its weights
+    (folder / "model.safetensors").unlink()
+    config = json.loads(
         (run.export(tmp_path / "export").folder / "config.json").read_text()
     )
-    assert about["pretrained_cfg"]["mean"] == [0.1, 0.2, 0.3]
+    assert config["pretrained_cfg"]["mean"] == [0.1, 0.2, 0.3]
+
+
+def test_a_classifier_of_the_same_classes_is_kept(folder):
+    config = hub.ViTConfig.from_pretrained(folder)
+    config.id2label = dict(enumerate(CLASSES))
+    torch.manual_seed(6)
+    hub.ViTForImageClassification(config).save_pretrained(folder)
+    expected = hub.ViTForImageClassification.from_pretrained(folder).classifier.weight
+    network = built(str(folder), {}, pretrained=True)
+    assert torch.equal(network.network.model.classifier.weight, expected)
+    assert not network.notes
+
+
+def built(model, args, classes=CLASSES, path="student", **keys):
+    """Build a student of 16 pixels as a run does."""
+    spec = Spec(path, model, args, classes, free_size=not keys, **keys)
+    options = registry.default_options("networks", "transformers")
+    context = {"spec": spec, "image_size": 16, "features": ()}
+    return registry.build("networks", "transformers", options, "kind", **context)
+
+
+def test_a_student_from_scratch_has_the_size_and_classes_of_the_data():
+    network = built("vit", VIT)
+    assert network.input_size == network.network.model.config.image_size == 16
+    assert network.network.model.config.id2label == dict(enumerate(CLASSES))
+    assert network.normalize(torch.zeros(1, 3, 16, 16))[0, :, 0, 0].tolist() == (
+        pytest.approx([-mean / std for mean, std in zip(*IMAGENET, strict=True)])
+    )
+    assert built("vit", {**VIT, "image_size": 32}).input_size == 32
+    assert built("vit", VIT, classes=()).num_features == VIT["hidden_size"]
+
+
+def test_tokens_positions_and_vectors_do_not_decay():
+    network = built("vit", VIT).network
+    decayed, undecayed = groups([network], 0.05)
+    sizes = {id(parameter) for parameter in decayed["params"]}
+    names = {name for name, value in network.named_parameters() if id(value) in sizes}
+    assert names == {
+        name
+        for name, value in network.named_parameters()
+        if value.ndim > 1 and not name.endswith(("cls_token", "position_embeddings"))
+    }
+    assert undecayed["weight_decay"] == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "message"),
+    [
+        ("vitt", VIT, r"^student\.model: no model 'vitt'.*Did you mean 'vit'"),
+        ("bert", {}, r"^student\.model: 'bert' is a bert.*convnext"),
+        (
+            "vit",
+            {"hiden_size": 16},
+            r"^student\.args: has 'hiden_size'.*Did you mean 'hidden_size'",
+        ),
+        ("vit", {"num_labels": 4}, r"^student\.args\.num_labels: .*the data's classes"),
+        ("vit", {"hidden_size": "x"}, r"^student\.args: 'vit' cannot be built"),
+        ("nobody/nothing", {}, r"^student\.model: 'nobody/nothing' cannot be loaded"),
+    ],
+)
+def test_a_mistake_is_one_line(model, args, message):
+    with pytest.raises(kd.KdError, match=message) as caught:
+        built(model, args)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["student", "teacher"])
+def test_an_architecture_has_no_pretrained_weights(path):
+    with pytest.raises(kd.KdError, match=rf"^{path}\.model: .*has no weights"):
+        built("vit", VIT, path=path, pretrained=True, exact_head=path == "teacher")
+
+
+def test_distill_takes_models_of_transformers():
+    torch.manual_seed(0)
+    teacher, network = (
+        hub.ViTForImageClassification(hub.ViTConfig(**VIT, image_size=16, num_labels=3))
+        for _ in range(2)
+    )
+    items = TensorDataset(torch.randn(16, 3, 16, 16), torch.arange(16) % 3)
+    first = network.classifier.weight.detach().clone()
+    losses = [{"kind": "kl"}]
+    kd.distill(teacher, network, train=items, val=items, losses=losses, epochs=1)
+    assert not torch.equal(network.classifier.weight, first)

@@ -1,5 +1,6 @@
-"""Load transformers models from a folder, the hub or an architecture's name, as networks
-with one output.
+"""Load transformers models from a folder, the hub or an architecture's name.
+
+Each becomes a network with one output.
 """
 
 import logging
