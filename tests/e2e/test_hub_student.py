@@ -219,5 +219,12 @@ def test_distill_takes_models_of_transformers():
     items = TensorDataset(torch.randn(16, 3, 16, 16), torch.arange(16) % 3)
     first = network.classifier.weight.detach().clone()
     losses = [{"kind": "kl"}]
-    kd.distill(teacher, network, train=items, val=items, losses=losses, epochs=1)
+    kd.distill(
+        teacher=teacher,
+        student=network,
+        train=items,
+        val=items,
+        losses=losses,
+        epochs=1,
+    )
     assert not torch.equal(network.classifier.weight, first)
