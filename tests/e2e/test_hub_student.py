@@ -218,13 +218,6 @@ def test_distill_takes_models_of_transformers():
     )
     items = TensorDataset(torch.randn(16, 3, 16, 16), torch.arange(16) % 3)
     first = network.classifier.weight.detach().clone()
-    losses = [{"kind": "kl"}]
-    kd.distill(
-        teacher=teacher,
-        student=network,
-        train=items,
-        val=items,
-        losses=losses,
-        epochs=1,
-    )
+    settings = {"losses": [{"kind": "kl"}], "epochs": 1, "batch_size": 8}
+    kd.distill(teacher=teacher, student=network, train=items, val=items, **settings)
     assert not torch.equal(network.classifier.weight, first)
