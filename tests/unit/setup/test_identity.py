@@ -345,6 +345,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
         "student.checkpoint=a",
     ),
     "student.classes [timm]": ("R", "b"),
+    "student.classes [transformers]": ("R", "b", "student.kind=transformers"),
     "student.tuning.layer_decay": ("R", "0.75"),
     "student.tuning.head_lr_scale": ("R", "10"),
     "student.tuning.freeze": ("R", "[blocks.0.*]"),
