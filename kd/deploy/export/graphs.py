@@ -198,8 +198,8 @@ class GraphExporter:
             )
         facts = outputs.facts(name, task)
         if self.graphs[name].precision == "int8":
-            share = registry.exporter(name).int8_share(self.folder / name)
-            facts["int8_share"] = round(share, 4)
+            share = round(registry.exporter(name).int8_share(self.folder / name), 4)
+            facts["int8_share"] = share
             note = variants.int8_note(share)
             line += f"; {note}" if note else ""
         artifacts.lines.append(line)
