@@ -183,3 +183,15 @@ class Task(Protocol):
             Values by class name; {}: predict the class with the largest logit.
         """
         return {}
+
+
+def least_score(chance: float) -> float:
+    """Return the score that a fitted teacher exceeds; a score of 1 is always enough.
+
+    It is twice the chance level, which a perfect teacher reaches whose classes 0 to 11
+    are in the order of text.
+
+    Args:
+        chance: chance level, 0 to 1.
+    """
+    return min(max(0.5, chance), 2 * chance)

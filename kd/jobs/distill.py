@@ -13,7 +13,7 @@ import torch
 
 from kd.core.contracts import Source
 from kd.core.errors import ModelError, RunError
-from kd.core.evaluation import Sampled
+from kd.core.evaluation import Sampled, least_score
 from kd.core.host import environment, signals
 from kd.core.ranks import numbers_of_rank_0
 from kd.core.scores import Scored, Trained, skipped_text
@@ -253,10 +253,8 @@ def require_teacher(config_path: str, reached: float, recipe: Recipe, run: Run) 
     column = recipe.task.scores.own[0]
     configured = recipe.teacher.min_accuracy
     is_configured = configured >= 0
-    least = configured if is_configured else min(max(0.5, chance), 2 * chance)
-    # Exactly twice the chance level is too little: a perfect teacher whose classes 0 to
-    # 11 are in the order of text has that. 1 is enough, and a chance level of 0 is
-    # unknown.
+    least = configured if is_configured else least_score(chance)
+    # a chance level of 0 is unknown
     if reached < least or (not is_configured and 0 < reached == least < 1):
         guessing = f"; chance level is {column.text(chance)}" if chance else ""
         wrong = (

@@ -253,12 +253,23 @@ def _kind(config_path: str, file: Path) -> str:
     )
 
 
-def _safetensors(config_path: str, file: Path) -> Tensors:
+def _metadata(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the network's name and the class names, written as JSON, of a header."""
+    recorded: dict[str, Any] = {key: texts[key] for key in ("arch",) if key in texts}
+    for key in filter(CLASSES, texts):
+        # other programs write other texts
+        with suppress(ValueError, RecursionError):
+            recorded[key] = _class_list(json.loads(texts[key]))
+    return recorded
+
+
+def _safetensors(config_path: str, file: Path) -> dict[str, Any]:
     try:
         with safe_open(file, "pt") as opened:
             names = opened.keys()
             _require_few(config_path, file, len(names))
-            return {name: opened.get_tensor(name) for name in names}
+            tensors = {name: opened.get_tensor(name) for name in names}
+            return {**_metadata(opened.metadata() or {}), **tensors}
     except (SafetensorError, OSError) as error:
         raise ModelError(
             config_path,

@@ -13,7 +13,6 @@ Packages are imported only when needed.
 import copy
 import importlib
 import logging
-import math
 import statistics
 import tempfile
 import time
@@ -174,20 +173,6 @@ def write_int8(source: Path, path: Path) -> None:
             per_channel=True,
             weight_type=QuantType.QInt8,
         )
-
-
-def int8_share(path: Path) -> float:
-    """Return the share of a graph's weights that `write_int8` quantized."""
-    onnx = import_package("onnx", "--int8")
-    total = 0
-    quantized = 0
-    for weight in onnx.load(path, load_external_data=False).graph.initializer:
-        if len(weight.dims) > 1:
-            count = math.prod(weight.dims)
-            total += count
-            if weight.data_type == onnx.TensorProto.INT8:
-                quantized += count
-    return quantized / max(1, total)
 
 
 def onnx_runner(

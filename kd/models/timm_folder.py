@@ -238,6 +238,19 @@ def takes_any_size(name: str) -> bool:
     return config is not None and not config.fixed_input_size
 
 
+def default_side(name: str) -> int:
+    """Return the image side of a timm network's weights, pixels.
+
+    It is 0 for a network that accepts any size, a folder or a hub id.
+    """
+    from timm import get_pretrained_cfg  # type: ignore[attr-defined]
+
+    config = get_pretrained_cfg(name)
+    if config is None or not config.fixed_input_size:
+        return 0
+    return config.input_size[-1]
+
+
 def input_keys(name: str, side: int) -> dict[str, Any]:
     """Return the key `args` that gives a timm network an input of `side` pixels.
 

@@ -10,6 +10,7 @@ from kd.core.text import VARIANTS_NOTE, markdown_table, percent, variant_rows
 from kd.deploy.export.defer import defer_lines
 from kd.deploy.export.flags import accepted_line
 from kd.deploy.export.receipt import ALONE, OWN, licence_lines, plain
+from kd.deploy.export.variants import int8_note
 from kd.files.manifest import DIGITS, graphs_by_priority
 from kd.files.templates import render_template
 from kd.models.licences import UNKNOWN
@@ -175,6 +176,11 @@ def _graph_comparison(facts: Facts) -> dict[str, Any]:
         ),
         "accepted": accepted_line(accepted) if accepted else "",
         "variants": variant_rows(facts),
+        "int8": [
+            f"`{file}`: {note}."
+            for file, graph in facts["parity"].items()
+            if (note := int8_note(graph.get("int8_share", 1.0)))
+        ],
     }
 
 

@@ -99,6 +99,7 @@ class ParityClaims(TypedDict, total=False):
     ece: Count
     max_difference: Difference
     cpu_ms: Cost
+    int8_share: FromFiles
 
 
 class SpeedClaims(TypedDict):

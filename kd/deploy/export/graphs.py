@@ -12,13 +12,12 @@ from kd.core.evaluation import Task
 from kd.core.facts import GraphFile, Network
 from kd.core.host import cores
 from kd.core.scores import Scored
-from kd.core.text import percent
 from kd.deploy.export import parity, variants
 from kd.deploy.export.claims import ParityClaims, QualityClaims, VariantClaims
 from kd.deploy.export.defer import Rule
 from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.parity import EAGER, GraphOutputs
-from kd.deploy.export.variants import INT8, ONNX
+from kd.deploy.export.variants import ONNX
 from kd.deploy.serve.bench import Latency
 from kd.deploy.serve.engines import open_graph
 from kd.models import runtimes
@@ -197,12 +196,14 @@ class GraphExporter:
                 f", drop {100 * outputs.drop(name, task):.2f} points (95 %:"
                 f" {100 * low:.2f} to {100 * high:.2f})"
             )
-        if name == INT8:
-            share = runtimes.int8_share(self.folder / name)
-            if share < variants.LEAST_INT8:
-                line += f"; {percent(share)} of the weights are int8"
+        facts = outputs.facts(name, task)
+        if self.graphs[name].precision == "int8":
+            share = round(registry.exporter(name).int8_share(self.folder / name), 4)
+            facts["int8_share"] = share
+            note = variants.int8_note(share)
+            line += f"; {note}" if note else ""
         artifacts.lines.append(line)
-        artifacts.parity[name] = outputs.facts(name, task)
+        artifacts.parity[name] = facts
         reference = outputs.reference(
             name, task, self.subject.classes, bool(artifacts.calibration)
         )

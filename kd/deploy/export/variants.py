@@ -14,6 +14,7 @@ from PIL import Image
 
 from kd.core.evaluation import Task
 from kd.core.intervals import clip_to_share
+from kd.core.text import percent
 from kd.deploy.export import parity
 from kd.deploy.export.claims import QualityClaims, SpeedClaims, VariantClaims
 from kd.deploy.serve import bench
@@ -33,10 +34,21 @@ TAIL = 3.0
 SLOWER = 5.0
 SERVER_MS = 10.0  # see SLOWER
 LEAST_INT8 = 0.5
-"""Share of int8 weights below which an export reports it. In a convolutional network
-dynamic quantization converts only the head (as little as 0.6 %), so the file is
-practically float32.
+"""Share of int8 weights below which log and card report it: most weights are as trained
+then, and more than 5/8 of float32's bytes are left. Of a convolutional network dynamic
+quantization converts only the head.
 """
+
+
+def int8_note(share: float) -> str:
+    """Return what a small share of int8 weights means; "" if it is not small."""
+    if share >= LEAST_INT8:
+        return ""
+    bytes_left = percent(1 - 0.75 * share)
+    return (
+        f"{percent(share)} of the weights are int8, the others are as trained:"
+        f" {bytes_left} of the bytes are left"
+    )
 
 
 def files(path: Path) -> tuple[Path, ...]:

@@ -218,9 +218,13 @@ def check_graph_files(claims: Claims, images: Sequence[ListedImage] | None) -> N
         for key in exporter.metadata(path):
             claims.refuse(f"{name}/{key}", "a text that kd does not write")
         remade: dict[str, Any] = {"chain": {"graphs": {name: sha256(path)}}}
+        parity: dict[str, float] = {}
         if images is not None:
             entry = claimed["parity"].get(name, {})
-            remade["parity"] = {name: _image_counts(claims, entry, images)}
+            parity |= _image_counts(claims, entry, images)
+        if graph.precision == "int8":
+            parity["int8_share"] = round(exporter.int8_share(path), 4)
+        remade["parity"] = {name: parity}
         if not graph.code:
             precision = exporter.precision(path, graph.precision)
             if precision != graph.precision:

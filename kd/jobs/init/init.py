@@ -22,7 +22,9 @@ from kd.jobs.init.networks import (
     find_student,
     find_teacher,
     pretrained_keys,
+    resampled_note,
 )
+from kd.jobs.init.trial import FEWEST, tried
 from kd.models.timm_folder import input_keys, takes_any_size
 from kd.setup.open_store import decoded_bytes, keep_rules
 
@@ -57,6 +59,8 @@ def init(
     teacher = find_teacher(teacher_weights, images.data.classes, gpu)
     _require_weights(images, teacher, student_weights)
     size = recommended.image_side(images.side, gpu, teacher is not None)
+    if teacher is not None:
+        teacher = tried(teacher, images, size)
     if student_weights:
         student = _tuned_student(student_weights, size)
     else:
@@ -277,8 +281,11 @@ def _teacher_lines(
         visits = epochs * count
         if teacher is not None:
             visits = 0
-            keys |= input_keys(keys["model"], max(size, recommended.TEACHER_SIDE))
+            side = max(size, recommended.TEACHER_SIDE)
+            keys |= input_keys(keys["model"], side)
             keys["pretrained"] = True
+            if note := resampled_note(teacher.side, side):
+                warnings.append(f"  # {note}")
         steps = recommended.fit_visits(labelled, visits) // batch
         keys["fit"] = {
             "steps": steps,
@@ -290,7 +297,7 @@ def _teacher_lines(
             f"; {steps * batch:,} views of {labelled:,} labelled images fit it to your"
             " classes"
         )
-        if val < 50:
+        if val < FEWEST:
             warnings.append(
                 f"  min_accuracy: 0.0  # {val} labels of validation do not tell a good"
                 " teacher from chance"
@@ -306,13 +313,15 @@ def _teacher_lines(
 def _tuned_student(weights: str, size: int) -> tuple[Keys, str]:
     """Return keys of a student with pretrained weights, and the reason."""
     # `--accept` checks its size.
-    keys, why = pretrained_keys("--student", weights)
-    any_size = takes_any_size(keys["model"])
-    keys = {**keys, "init": "pretrained"}
+    pretrained = pretrained_keys("--student", weights)
+    any_size = takes_any_size(pretrained.keys["model"])
+    keys = {**pretrained.keys, "init": "pretrained"}
     if any_size:  # else a ViT, which is built for the data's size
         keys |= input_keys(keys["model"], size)
     keys["tuning"] = {"head_lr_scale": recommended.RATES[any_size][1]}
-    return keys, why or "named by --student"
+    why = [pretrained.why or "named by --student"]
+    why += filter(None, [resampled_note(pretrained.side, size)])
+    return keys, "; ".join(why)
 
 
 def _losses_text(images: ImageFolder, teacher: ChosenTeacher | None) -> str:

@@ -8,13 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kd.core.errors import ModelError
+from kd.core.errors import ModelError, first_sentence
 from kd.core.text import nfc
 from kd.models.live_teacher import count_parameters
 from kd.models.load_classifier import load, require_weights
 from kd.models.recognize import identify
 from kd.models.spec import Spec
-from kd.models.timm_folder import cached_models, folder_config, input_keys
+from kd.models.timm_folder import (
+    cached_models,
+    default_side,
+    folder_config,
+    input_keys,
+)
 from kd.parts import registry
 from kd.study.sweeps.costs import measure_costs
 
@@ -48,6 +53,17 @@ class ChosenTeacher(NamedTuple):
     # what the student learns from: "logits", "features", or "fit" (logits after a fit
     # to the labels)
     role: str
+    side: int = 0  # pixels of the images that its weights are for; 0: any
+    network: Any = None  # with these weights, to try it on the data
+
+
+class PretrainedWeights(NamedTuple):
+    """Say which keys name pretrained weights, and what is known of them."""
+
+    keys: dict[str, Any]  # of the section
+    why: str  # what their file holds; "": they are named
+    # pixels of the images that they are for; 0: any, or the folder has it
+    side: int = 0
 
 
 def find_teacher(name: str, classes: Sequence[str], gpu: bool) -> ChosenTeacher | None:
@@ -72,10 +88,11 @@ def find_teacher(name: str, classes: Sequence[str], gpu: bool) -> ChosenTeacher 
         path = path.parent
         name = str(path)
     if not path.is_dir():
-        keys, facts = pretrained_keys(WHERE, name)
-        if facts:
-            return _local_teacher(keys, facts, classes)
-        return ChosenTeacher(keys, why, "fit" if classes else "logits")
+        weights = pretrained_keys(WHERE, name)
+        if weights.why:
+            return _local_teacher(weights, classes)
+        role = "fit" if classes else "logits"
+        return ChosenTeacher(weights.keys, why, role, weights.side)
     config = folder_config(path, WHERE)
     if not config:
         allowed = "A folder that kd-export, timm or transformers wrote"
@@ -83,7 +100,7 @@ def find_teacher(name: str, classes: Sequence[str], gpu: bool) -> ChosenTeacher 
             WHERE, f"no config.json in '{path}'", allowed, "Name the file of weights"
         )
     if "model_type" not in config:
-        return _local_teacher({"model": name}, why, classes)
+        return _local_teacher(PretrainedWeights({"model": name}, why), classes)
     labels = sorted(map(nfc, config.get("id2label", {}).values()))  # transformers'
     role = "features"
     if labels and (not classes or labels == sorted(map(nfc, classes))):
@@ -91,13 +108,13 @@ def find_teacher(name: str, classes: Sequence[str], gpu: bool) -> ChosenTeacher 
     return ChosenTeacher({"kind": "transformers", "model": name}, why, role)
 
 
-def _local_teacher(
-    keys: dict[str, Any], why: str, classes: Sequence[str]
-) -> ChosenTeacher:
+def _local_teacher(weights: PretrainedWeights, classes: Sequence[str]) -> ChosenTeacher:
     """Return a teacher of local weights; it needs a fit unless it has the classes."""
+    keys = weights.keys
+    sized = input_keys(keys["model"], weights.side) if weights.side else {}
     spec = Spec(
         WHERE,
-        args={},
+        args=sized.get("args", {}),
         classes=classes or None,
         pretrained="checkpoint" not in keys,
         exact_head=True,
@@ -108,26 +125,46 @@ def _local_teacher(
         network = registry.build(
             "networks", "timm", options, WHERE, spec=spec, image_size=0, features=()
         )
-    except ModelError:
-        return ChosenTeacher(keys, why, "fit")
+    except ModelError as error:
+        why = f"{weights.why}; {first_sentence(error.wrong)}"
+        return ChosenTeacher(keys, why, "fit", weights.side)
     # A vision transformer would be built for the data's size.
     keys = keys | input_keys(keys["model"], network.input_size)
-    return ChosenTeacher(keys, f"{why}; its outputs are the classes", "logits")
+    why = f"{weights.why}; it has an output for each class"
+    return ChosenTeacher(keys, why, "logits", weights.side, network)
 
 
-def pretrained_keys(config_path: str, text: str) -> tuple[dict[str, Any], str]:
+def pretrained_keys(config_path: str, text: str) -> PretrainedWeights:
     """Return keys for the weights NAME, FILE or NAME=FILE, and the facts in a file."""
     model, _, file = text.rpartition("=")
     path = Path(file)
     if not model and path.suffix not in WEIGHT_ENDINGS and not path.is_file():
         require_weights(Spec(config_path, text, {}, (), pretrained=True))
-        return {"model": text}, ""
-    model, by_order, why = identify(config_path, path, model)
+        return PretrainedWeights({"model": text}, "", default_side(text))
+    model, by_order, why, side = identify(config_path, path, model)
     log.info("%s: %s", file, why)
     keys = {"model": model, "checkpoint": file}
     if by_order:
         keys["weights"] = "by_order"
-    return keys, why
+    return PretrainedWeights(keys, why, side)
+
+
+def resampled_note(side: int, used: int) -> str:
+    """Return what other pixels than those of its weights cost a transformer.
+
+    Args:
+        side: pixels of the images that its weights are for; 0: any.
+        used: pixels of the images that the configuration gives it.
+
+    Returns:
+        A comment; "" if nothing is resampled.
+    """
+    if side in (0, used):
+        return ""
+    return (
+        f"its positions are resampled from {side} to {used} px; args: {{img_size:"
+        f" {side}}} keeps them, with {(side / used) ** 2:.1f} times the pixels"
+    )
 
 
 def find_student(

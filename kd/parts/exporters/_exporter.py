@@ -90,3 +90,16 @@ class Exporter:
     def precision(self, path: Path, claimed: str) -> str:
         """Return the type of a graph's weights, `claimed` if its file has none."""
         return claimed
+
+    def weight_counts(self, path: Path) -> dict[str, int]:
+        """Return how many weights a graph has of each type; {}: the file has none.
+
+        Weights are constants of two axes or more. Types are named as in
+        `GraphFile.precision`.
+        """
+        return {}
+
+    def int8_share(self, path: Path) -> float:
+        """Return the share of a graph's weights that are int8, 0 to 1."""
+        counts = self.weight_counts(path)
+        return counts.get("int8", 0) / max(1, sum(counts.values()))

@@ -1,6 +1,8 @@
 """ONNX files for onnxruntime: float32, and int8 with dynamic quantization."""
 
+import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,10 @@ facts = ExporterFacts(
 
 OWN_METADATA = re.compile(r"namespace|onnx\.infer|pkg\.(torch|onnxscript)\..*")
 """Keys of the metadata that torch 2.14, onnxscript 0.7 and onnxruntime 1.32 write."""
+
+
+# names of ONNX's types in `GraphFile.precision`, where they differ
+TYPES = {"float": "float32", "uint8": "int8"}
 
 
 class ONNX(Exporter):
@@ -88,18 +94,18 @@ class ONNX(Exporter):
         }
 
     def precision(self, path: Path, claimed: str) -> str:
+        types = self.weight_counts(path).keys()
+        return "int8" if "int8" in types else ", ".join(sorted(types)) or "float32"
+
+    def weight_counts(self, path: Path) -> dict[str, int]:
         onnx, model = _read_model(path)
-        types = {
-            onnx.TensorProto.DataType.Name(array.data_type).lower()
-            for array in model.graph.initializer
-            if len(array.dims) > 1
-        }
-        types -= {"int64", "int32"}
-        if any("int8" in name for name in types):
-            return "int8"
-        if "float" in types:
-            types = types - {"float"} | {"float32"}
-        return ", ".join(sorted(types)) or "float32"
+        counts: Counter[str] = Counter()
+        for array in model.graph.initializer:
+            name = onnx.TensorProto.DataType.Name(array.data_type).lower()
+            # indices are no weights
+            if len(array.dims) > 1 and name not in ("int64", "int32"):
+                counts[TYPES.get(name, name)] += math.prod(array.dims)
+        return counts
 
 
 def _read_model(path: Path) -> tuple[Any, Any]:

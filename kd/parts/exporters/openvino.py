@@ -5,9 +5,11 @@ SmoothQuant with NNCF.
 import io
 import itertools
 import logging
+import math
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -138,16 +140,19 @@ class OpenVINO(Exporter):
 
     def precision(self, path: Path, claimed: str) -> str:
         """Return int8 if any weights are int8, else the most frequent type."""
-        sizes: dict[str, int] = {}
-        for name, size in re.findall(
-            rb'element_type="(\w+)"[^>]* size="(\d+)"', path.read_bytes()
-        ):
-            kind = TYPES.get(name.decode())
-            if kind:
-                sizes[kind] = sizes.get(kind, 0) + int(size)
-        if sizes.get("int8"):
+        counts = self.weight_counts(path)
+        if counts["int8"]:
             return "int8"
-        return max(sizes, key=sizes.__getitem__, default="no weights")
+        return max(counts, key=counts.__getitem__, default="no weights")
+
+    def weight_counts(self, path: Path) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for name, shape in re.findall(
+            r'element_type="(\w+)" shape="([\d, ]*,[\d, ]*)"', path.read_text("utf-8")
+        ):
+            if name in TYPES:
+                counts[TYPES[name]] += math.prod(map(int, shape.split(",")))
+        return counts
 
 
 def _import(config_path: str) -> Any:

@@ -17,6 +17,8 @@ import torch
 import yaml
 from pieces import CLASSES, paint
 from PIL import Image
+from safetensors.torch import save_file
+from torchvision.transforms.functional import pil_to_tensor
 
 from kd import config
 from kd.config.renamed import with_new_names
@@ -320,6 +322,99 @@ def test_weights_of_the_datas_own_classes_are_not_fitted_again(
     ).teachers.members
     assert teacher.classes == CLASSES
     assert teacher.input_size == taught["args"]["img_size"]
+
+
+def fitted(root: Path) -> dict[str, torch.Tensor]:
+    """Fit a ViT's head to painted images by least squares; its body stays random."""
+    torch.manual_seed(0)
+    network = timm.create_model("test_vit", num_classes=3, img_size=96).eval()
+    files = [file for name in CLASSES for file in sorted((root / name).iterdir())]
+    labels = torch.tensor([CLASSES.index(file.parent.name) for file in files])
+    pixels = torch.stack(
+        [pil_to_tensor(Image.open(file).resize((96, 96))) for file in files]
+    )
+    with torch.no_grad():
+        inner = network.forward_features(pixels / 127.5 - 1)
+        features = network.forward_head(inner, pre_logits=True)
+        ones = torch.ones(len(files), 1)
+        targets = torch.eye(3)[labels]
+        solved = torch.linalg.lstsq(torch.cat((features, ones), 1), targets).solution
+        network.head.weight.copy_(solved[:-1].T)
+        network.head.bias.copy_(solved[-1])
+    return network.state_dict()
+
+
+@pytest.mark.parametrize("record", ["nothing", "dictionary", "metadata"])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_a_fitted_teacher_is_tried_on_validation_images(record, order, inside, caplog):
+    """Names in the metadata of safetensors were not read, and without names a file of
+    as many classes was believed.
+    """
+    caplog.set_level("INFO", "kd")
+    root = Path("three")
+    classes(root / "train", 10, 10, 10)
+    classes(root / "val", 20, 20, 20)
+    tensors = fitted(root / "train")
+    for key in ("head.weight", "head.bias"):
+        tensors[key] = tensors[key][order]
+    names = [CLASSES[place] for place in order]
+    file = Path("test_vit.pth")
+    if record == "metadata":
+        file = Path("test_vit.safetensors")
+        save_file(tensors, file, {"format": "pt", "class_names": json.dumps(names)})
+    elif record == "dictionary":
+        torch.save({"state_dict": tensors, "class_to_idx": indices(names)}, file)
+    else:
+        torch.save(tensors, file)
+    text, written = wrote(root, str(file))
+    taught = written["teacher"]
+    unknown_order = record == "nothing" and order != [0, 1, 2]
+    assert ("fit" in taught) == unknown_order
+    (percent,) = re.findall(r"right on ([\d.]+) % of 60 validation images", text)
+    assert (float(percent) < 40) == unknown_order
+    assert ("where chance is 33.3 %" in text) == unknown_order
+    assert ("teacher.classes=FILE" in caplog.text) == unknown_order
+    if not unknown_order:
+        assert float(percent) > 80
+        assert taught["args"] == {"img_size": 96}  # not the 160 of timm's default
+
+
+def indices(names: list[str]) -> dict[str, int]:
+    return {name: place for place, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "side"),
+    [
+        ("test_vit", {"img_size": 96}, 96),
+        ("deit_tiny_distilled_patch16_224", {"img_size": 96}, 96),  # two other tokens
+        ("vit_tiny_patch16_224", {}, 224),
+        ("test_resnet", {}, 0),
+    ],
+)
+def test_the_size_of_a_files_positions_is_known(name, size, side, inside):
+    """A ViT of 96 px was said to be one of 224, with resampled positions."""
+    file = Path(f"{name}.pth")
+    torch.save(timm.create_model(name, **size).state_dict(), file)
+    recognized = identify("--teacher", file)
+    assert recognized.side == side
+    assert "became" not in recognized.why
+
+
+def test_resampled_positions_of_a_transformer_are_stated(inside):
+    """Of 196 positions 16 were left at 64 px, and no line said so."""
+    torch.save(
+        timm.create_model("vit_tiny_patch16_224").state_dict(),
+        "vit_tiny_patch16_224.pth",
+    )
+    root = classes(Path("three"), 5, 5, 5)
+    weights = "vit_tiny_patch16_224.pth"
+    text, written = wrote(root, weights, weights)
+    assert written["teacher"]["args"] == {"img_size": 128}
+    for section, used in {"teacher": 128, "student": 64}.items():
+        part = text.partition(f"{section}:")[2].partition("cache:")[0]
+        assert f"from 224 to {used} px" in part
+        assert f"{(224 / used) ** 2:.1f} times the pixels" in part
 
 
 def test_a_file_in_an_export_is_its_export(teacher):

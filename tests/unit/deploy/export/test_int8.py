@@ -10,12 +10,17 @@ import torch
 
 from kd.core.host import installed
 from kd.core.intervals import paired_interval, wilson_interval
+from kd.deploy.export.export import write
+from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.parity import EAGER, GraphOutputs, compare, eager_runner
 from kd.deploy.export.variants import quality
+from kd.deploy.verify.comparison import RIGHT
+from kd.deploy.verify.verify import VerifyOptions, verify
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.models.load_classifier import load
 from kd.models.spec import Spec
+from kd.parts import registry
 from kd.parts.exporters import openvino
 from kd.parts.exporters.openvino import STATIC
 from kd.parts.tasks.single_label import SingleLabel
@@ -46,9 +51,8 @@ def student(
         Spec("student", name, args, ["apple", "fig", "pear"], free_size=not args), SIZE
     ).eval()
     with torch.no_grad():
-        model.network.head.weight *= (
-            30  # logits that differ by more than eight bits round
-        )
+        # logits that differ by more than eight bits round
+        model.network.get_classifier().weight *= 30
         if outliers:
             for tensor in (model.network.norm.weight, model.network.norm.bias):
                 tensor[:2] *= OUTLIERS
@@ -66,6 +70,7 @@ def test_smoothquant_holds_where_dynamic_int8_does_not(tmp_path):
         "model.int8.onnx": runtimes.onnx_runner(tmp_path / "model.int8.onnx"),
         STATIC: runtimes.openvino_runner(tmp_path / STATIC, 1),
     }
+    assert registry.exporter(STATIC).int8_share(tmp_path / STATIC) > 0.8
     compared = compare(eager_runner(model), runners, images())
     assert compared.drop("model.int8.onnx", SingleLabel()) > 0.2
     assert compared.drop(STATIC, SingleLabel()) <= 0.1
@@ -147,9 +152,32 @@ def test_dynamic_int8_leaves_convolutions_as_they_are(tmp_path):
         if tensor.ndim > 1
     }
     linear = sum(count for name, count in weights.items() if name.startswith("fc"))
-    assert runtimes.int8_share(tmp_path / "model.int8.onnx") == pytest.approx(
+    exporter = registry.exporter("model.int8.onnx")
+    assert exporter.int8_share(tmp_path / "model.onnx") == 0
+    assert exporter.int8_share(tmp_path / "model.int8.onnx") == pytest.approx(
         linear / sum(weights.values()), abs=0.01
     )
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "vit_tiny_patch16_224"])
+def test_log_and_card_state_a_small_share_of_int8_weights(name, subject, tmp_path):
+    """The card was silent on a MobileNetV3 of which 0.3 % became int8."""
+    args = VIT if name.startswith("vit") else {}
+    exported = write(
+        subject(student=student(name=name, args=args)),
+        tmp_path / "export",
+        ExportOptions(int8=True),
+    )
+    share = exported.manifest["parity"]["model.int8.onnx"]["int8_share"]
+    assert "int8_share" not in exported.manifest["parity"]["model.onnx"]
+    (line,) = [line for line in exported.lines if line.startswith("model.int8")]
+    card = (tmp_path / "export" / "README.md").read_text()
+    said = f"{100 * share:.1f} % of the weights are int8"
+    assert (said in line, said in card) == ((share < 0.5,) * 2)
+    assert (share < 0.5) == (name == "test_resnet")
+    rows = verify(VerifyOptions(export=tmp_path / "export")).rows
+    (row,) = [row for row in rows if row.what == "parity/model.int8.onnx/int8_share"]
+    assert row.verdict == RIGHT
 
 
 @NNCF
