@@ -59,9 +59,9 @@ class OptimizerSection(Keys):
     lr: PositiveFloat = 1e-3
     """Peak learning rate, at the batch size `lr_batch` if `lr_scaling` is set."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How `lr` follows `data.batch_size`. linear: in proportion (arXiv:1706.02677). sqrt:
-    by the square root of the ratio, for Adam-like optimizers (arXiv:2205.10343, which
-    changes betas and epsilon too; here they stay). none: not at all.
+    """How `lr` follows `data.batch_size`. linear: in proportion (arXiv:1706.02677).
+    sqrt: by the square root of the ratio, for Adam-like optimizers (arXiv:2205.10343,
+    which changes betas and epsilon too; here they stay). none: not at all.
     """
     lr_batch: NonNegativeInt = 0
     """Batch size that `lr` was chosen for; `lr_scaling` needs it. 0: not known."""

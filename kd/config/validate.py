@@ -494,7 +494,7 @@ def _network(model: NetworkSection) -> tuple[Any, ...]:
 
 
 def _optimizer(config: Config, facts: BackendFacts) -> Iterator[KdError]:
-    """Yield options of the optimizer that the backend lacks, or that go not together."""
+    """Yield options of the optimizer that the backend or another option excludes."""
     section = config.optimizer
     if section.lr_scaling != "none" and not section.lr_batch:
         wrong = f"is 0, but optimizer.lr_scaling is {section.lr_scaling}"

@@ -125,9 +125,9 @@ def _rate_lines(recipe: Recipe) -> list[str]:
     origin = "" if section.lr_batch else ", kd's default; name yours by it"
     return [
         f"rate      {recipe.lr:.4g} (optimizer.lr_scaling {section.lr_scaling}); from"
-        f" {chosen_for:,} images (optimizer.lr_batch{origin}) to {size:,}, linear scaling"
-        f" of {section.lr:g} gives {linear:.4g}; sqrt, for Adam-like optimizers,"
-        f" {root:.4g}"
+        f" {chosen_for:,} images (optimizer.lr_batch{origin}) to {size:,}, linear"
+        f" scaling of {section.lr:g} gives {linear:.4g}; sqrt, for Adam-like"
+        f" optimizers, {root:.4g}"
     ]
 
 
