@@ -120,8 +120,8 @@ def _rate_lines(recipe: Recipe) -> list[str]:
     chosen_for = section.lr_batch or min(default, size)
     if chosen_for == size:
         return []
-    given = replace(section, lr_batch=chosen_for)
-    linear, root = (given.scaled_lr(size, rule) for rule in ("linear", "sqrt"))
+    based = replace(section, lr_batch=chosen_for)
+    linear, root = (based.scaled_lr(size, rule) for rule in ("linear", "sqrt"))
     origin = "" if section.lr_batch else ", kd's default; name yours by it"
     return [
         f"rate      {recipe.lr:.4g} (optimizer.lr_scaling {section.lr_scaling}); from"

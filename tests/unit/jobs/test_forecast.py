@@ -257,7 +257,9 @@ def test_only_hours_of_the_same_kind_of_machine_have_a_price(
     recipe = resolve(config.load(settings, keys))
     with distributed(recipe.backend) as backend:
         bench = estimate.Bench.of(recipe, open_sources(recipe.data), backend)
-        timings = dict.fromkeys(estimate.PARTS, stopwatch.Timing(1.0, 1.0, 8))
+        timings: dict[str, stopwatch.Timing] = dict.fromkeys(
+            estimate.PARTS, stopwatch.Timing(1.0, 1.0, 8)
+        )
         (line,) = [
             line
             for line in estimate.estimate(bench, timings)
@@ -284,7 +286,9 @@ def test_each_part_that_was_timed_with_fewer_images_says_so(settings):
     recipe = resolve(config.load(settings, ["data.batch_size=32"]))
     with distributed(recipe.backend) as backend:
         bench = estimate.Bench.of(recipe, open_sources(recipe.data), backend)
-        timings = dict.fromkeys(estimate.PARTS, stopwatch.Timing())
+        timings: dict[str, stopwatch.Timing] = dict.fromkeys(
+            estimate.PARTS, stopwatch.Timing()
+        )
         timings["step"] = stopwatch.Timing(1.0, 1.0, 32)
         timings["teacher"] = stopwatch.Timing(1.0, 1.0, 4)
         timings["load"] = stopwatch.Timing(1.0, 1.0, 16)
