@@ -2,11 +2,11 @@
 torn one.
 """
 
-import re
 import multiprocessing
 import os
 import pickle
 import random
+import re
 import zlib
 from contextlib import nullcontext
 from dataclasses import replace
