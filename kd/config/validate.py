@@ -492,8 +492,16 @@ def _network(model: NetworkSection) -> tuple[Any, ...]:
 
 
 def _optimizer(config: Config, facts: BackendFacts) -> Iterator[KdError]:
-    """Yield options of the optimizer that the backend lacks."""
+    """Yield options of the optimizer that the backend or another option excludes."""
     section = config.optimizer
+    if section.lr_scaling != "none" and not section.lr_batch:
+        wrong = f"is 0, but optimizer.lr_scaling is {section.lr_scaling}"
+        yield ConfigError(
+            "optimizer.lr_batch",
+            wrong,
+            "The batch size that optimizer.lr was chosen for",
+            "Set it, or optimizer.lr_scaling=none",
+        )
     zero = facts.own_zero
     frozen = config.student.tuning.freeze_epochs
     if zero and section.zero and section.on_nonfinite == "skip":

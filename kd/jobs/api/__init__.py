@@ -348,6 +348,7 @@ def _record_run(
         task=recipe.task.name,
         scores=scores.record(),
         batch=str(recipe.data.batch_size),
+        lr=recipe.lr,
         batch_size=recipe.data.batch_size,
         backend=world.kind,
         world_size=world.world_size,

@@ -394,6 +394,8 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "sifter.repeat_delay_per_epoch [relative]": ("R", "true", *RELATIVE),
     "optimizer.kind": ("R", "sgd"),
     "optimizer.lr": ("R", "0.1"),
+    "optimizer.lr_scaling": ("R", "sqrt", "optimizer.lr_batch=4"),
+    "optimizer.lr_batch": ("R", "16"),
     "optimizer.min_lr_ratio": ("R", "0.1"),
     "optimizer.warmup_ratio": ("R", "0.1"),
     "optimizer.schedule": ("R", "constant"),
