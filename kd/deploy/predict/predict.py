@@ -122,14 +122,7 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
             print(note, file=sys.stderr)
         _write_rows(journal, predictor, cores, started, out)
         seconds = time.monotonic() - started
-        several = bool(first.output.thresholds)
-        scored = first.labels if several and top == num_labels else ()
-        columns = ["sure"] if first.output.unsure else []
-        columns += [MODEL] if second else []
-        layout = ResultLayout(
-            0 if several else top, scored, columns, first.output.values
-        )
-        journal.finish(settings.to, layout)
+        journal.finish(settings.to, _layout(first, second, top))
     shutil.rmtree(copies, ignore_errors=True)
     return Summary(
         images=len(images.names),
@@ -140,6 +133,17 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
         passed_on=journal.passed_on,
         notes=(*images.notes, *(reference.notes(tally) if reference and tally else ())),
     )
+
+
+def _layout(first: Description, second: Description | None, top: int) -> ResultLayout:
+    """Return the columns of the result."""
+    columns = ["sure"] if first.output.unsure else []
+    columns += [MODEL] if second else []
+    values = first.output.values
+    if not first.output.thresholds:
+        return ResultLayout(top, (), columns, values)
+    scored = first.labels if top == len(first.labels) else ()
+    return ResultLayout(0, scored, columns, values)
 
 
 def _write_rows(
