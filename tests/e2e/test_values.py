@@ -178,7 +178,7 @@ def test_kd_predict_writes_them_in_every_format(exports, pictures, tmp_path):
 def test_a_result_begun_with_other_values_is_not_continued(
     exports, pictures, tmp_path, monkeypatch
 ):
-    valued, plain = exports
+    valued, _ = exports
     target = tmp_path / "all.jsonl"
     options = PredictOptions(export=valued, images=str(pictures), to=target)
     with monkeypatch.context() as patch:
@@ -201,7 +201,7 @@ def _killed(*_: object) -> None:
 
 
 def test_a_pair_answers_with_the_values_of_the_first(exports, pictures, tmp_path):
-    valued, plain = exports
+    valued, _ = exports
     subject = subject_like(exports, tmp_path / "runs")
     with torch.no_grad():
         subject.student.network.head.weight *= 0.5
