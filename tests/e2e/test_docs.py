@@ -350,6 +350,9 @@ def folder(photos: Path, distilled: Path) -> None:
     shutil.copytree(distilled, "runs/deployed")
     Path("export").symlink_to(Path("runs", "vit_food", "export"))
     shutil.copy(ROOT / "kd" / "files" / "pixels.py", "pixels.py")
+    Path("nutrients.csv").write_text(
+        "dish,kcal,allergen\napple,52,\nfig,74,\npear,57,a\n"
+    )
     Path("weights").mkdir()
     for name in (
         "lite0-57934424",

@@ -20,6 +20,7 @@ from kd.deploy.export.parity import EAGER, GraphOutputs
 from kd.deploy.export.variants import ONNX
 from kd.deploy.serve.bench import Latency
 from kd.deploy.serve.engines import open_graph
+from kd.deploy.serve.responses import Values
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.parts import registry
@@ -52,6 +53,7 @@ class Subject:
     made_from: Mapping[str, Any] = field(default_factory=dict)
     # see `kd.deploy.export.receipt`
     licences: Mapping[str, str] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)  # of each class
 
 
 @dataclass(slots=True)
