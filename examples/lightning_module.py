@@ -28,12 +28,10 @@ class Distilled(lightning.LightningModule):
 
 def main(folder: str, epochs: int = 2) -> torch.nn.Module:
     """Train and return a student; the folder gets teacher outputs."""
-    torch.manual_seed(0)
     items = [(id, *item) for id, item in enumerate(blobs(128, seed=1))]
     module = Distilled(network(4), kd.Distiller(network(32), ["kl", "ce"], folder))
-    trainer = lightning.Trainer(
-        max_epochs=epochs, logger=False, default_root_dir=folder
-    )
+    options = {"logger": False, "default_root_dir": folder}
+    trainer = lightning.Trainer(max_epochs=epochs, **options)
     trainer.fit(module, DataLoader(items, batch_size=32, shuffle=True))
     return module.student
 

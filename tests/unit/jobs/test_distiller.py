@@ -166,7 +166,7 @@ def test_stored_outputs_replace_the_teacher(tmp_path: Path):
     epoch(distiller, 1)
     assert teacher.since() == 0
     again = kd.Distiller(teacher, "kl", tmp_path)
-    again(IMAGES[:0:-1], logits[:0:-1])  # without ids: examined and run, not stored
+    again(IMAGES.flip(0), logits.flip(0))  # without ids: examined and run, not stored
     teacher.since()
     assert all(map(torch.equal, epoch(again, 0), first))
     assert teacher.since() == 16, "one comparison of stored outputs"
