@@ -208,9 +208,8 @@ class Distiller:
         teacher: Any = models[0]
         if len(models) > 1:
             teacher = Ensemble(models, [1.0] * len(models), recipe.task.average)
-        device = images.device
-        # see `kd.core.facts.BackendFacts.inference`
-        live = LiveTeacher(teacher, device, inference=device.type != "xla")
+        # not every device supports torch's inference mode
+        live = LiveTeacher(teacher, images.device, inference=False)
         stored = None
         if self._cache is not None:
             names = [_name(model) for model in self._teachers.values()]
@@ -224,7 +223,7 @@ class Distiller:
             criterion = build_criterion(recipe.losses, [dims], recipe.seed)
         remedy = "Leave images without a label out, or drop the loss on labels"
         checked = Labels("labels", kind, num_classes, remedy)
-        return _Parts(recipe.task, criterion.to(device), checked, live, stored)
+        return _Parts(recipe.task, criterion.to(images.device), checked, live, stored)
 
 
 def _name(teacher: Teacher) -> str:
@@ -236,7 +235,7 @@ def _labels(parts: _Parts, labels: Any, images: Tensor) -> Tensor:
     if labels is not None:
         # reading labels on an accelerator waits for it: there only the first batch's
         # are checked
-        if not isinstance(labels, Tensor) or labels.device.type == "cpu":
+        if not isinstance(labels, Tensor) or labels.is_cpu:
             labels = parts.labels.check(labels, "this batch")
         _require_rows("labels", labels, images)
         label_dtype = torch.int8 if parts.labels.kind == "sets" else torch.int64
