@@ -55,6 +55,7 @@ SHARES = {"whole": 1.0, "third": 1 / 3, "ninth": 1 / 9}
 QUANTILES = (12.706, 4.303)  # of Student's t at 97.5 % for 1 and 2 degrees of freedom
 STRONG = {"crop_scale": 0.4, "jitter": 0.4, "erase": 0.3}  # best in benchmarks/proof.py
 WHOLE_IMAGES = {"crop_scale": 1.0, "flip": 0.0, "jitter": 0.0}
+TEACHER = {"model": "vit_small_patch14_dinov2", "args": {"img_size": 84}}
 STUDENT = {
     "model": "resnet10t",
     "args": {
@@ -169,13 +170,8 @@ def row_of(options: argparse.Namespace, arm: str, name: str, seconds: float) -> 
 
 def embed_images(options: argparse.Namespace) -> float:
     """Write the table of the teacher's embeddings and return its CPU seconds."""
-    teacher = {
-        "model": "vit_small_patch14_dinov2",
-        "args": {"img_size": 84},
-        "checkpoint": str(options.weights),
-        "cache": {"views": 1},
-    }
-    settings = embedding(options, "table", 0, teacher)
+    weights = {"checkpoint": str(options.weights), "cache": {"views": 1}}
+    settings = embedding(options, "table", 0, {**TEACHER, **weights})
     settings["data"]["augment"] = WHOLE_IMAGES
     file = str(options.work / "table.safetensors")
     return call(options, "table", settings, "cache", "CONFIG", "--export", file)
@@ -305,12 +301,8 @@ def main() -> None:
             work.result()
     table = compared(rows)
     print_gains(table)
-    write(
-        "without_labels",
-        "python benchmarks/without_labels.py --data FOLDER --weights FILE --work FOLDER",
-        table,
-        Path(__file__).parent / "results" / "quality",
-    )
+    command = "python benchmarks/without_labels.py --data FOLDER --weights FILE"
+    write("without_labels", f"{command} --work FOLDER", table)
 
 
 if __name__ == "__main__":
