@@ -82,7 +82,7 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", required=True)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[84, 224])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[84])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
