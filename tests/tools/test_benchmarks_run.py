@@ -227,8 +227,17 @@ def test_without_labels_runs(ran, photos, tmp_path):
     words = ["--data", data, "--weights", weights, "--work", tmp_path / "work"]
     patches: dict[str, Any] = {"UNLABELLED": 8, "VALIDATION": 4, "TEST": 4}
     patches |= {"BATCH": 8, "PASSES": 1, "TUNING": 16, "SHARES": {"third": 0.3}}
+    patches["TUNINGS"] = {"recipe": (16, 3e-3)}
     patches["TEACHER"] = {"model": model, "args": {"img_size": 32}}
-    rows = ran("without_labels", *words, "--seeds", 0, "--labels", 4, committed=False, **patches)
+    rows = ran(
+        "without_labels",
+        *words,
+        "--seeds",
+        0,
+        "--labels",
+        4,
+        **patches,
+    )
     by_arm = {row["arm"]: row for row in rows}
     assert {*by_arm} == {"labels only, third", "recipe"}
     gain = float(by_arm["recipe"]["gain"])
