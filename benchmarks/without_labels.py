@@ -169,8 +169,8 @@ def row_of(options: argparse.Namespace, arm: str, name: str, seconds: float) -> 
     validation = max(row["accuracy"] for row in lines if row["kind"] == "val")
     return {
         "arm": arm,
-        "accuracy": 100 * scored["row"]["accuracy"],
-        "validation": 100 * validation,
+        "accuracy": round(100 * scored["row"]["accuracy"], 2),
+        "validation": round(100 * validation, 2),
         "cpu_seconds": round(seconds),
         "commit": commit(),
         "sample": scored["samples"]["accuracy"],
