@@ -297,9 +297,8 @@ class Session:
             else overlaid(yaml.safe_load(shipped("vit_food_scratch")), written)
         )
         if name := re.match(r"# ([\w-]+\.yaml)\b", text):
-            foreign = (
-                written.get("teacher", {}).get("kind", "timm") != "timm"
-            )  # the page makes that teacher itself
+            # no teacher, or one that the page makes itself
+            foreign = written.get("teacher", {"kind": ""}).get("kind", "timm") != "timm"
             pinned = {
                 section: keys
                 for section, keys in PINNED.items()
