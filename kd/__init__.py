@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kd.deploy.serve.cascade import open_exports as load
     from kd.engine.monitor.timeline import region
     from kd.jobs.api import Distilled, distill, train
+    from kd.jobs.api.distiller import Distiller
     from kd.study.sweeps.sweep import sweep
 
 # Read by OpenMP when torch starts. Its threads otherwise spin for long while they wait:
@@ -38,6 +39,7 @@ __all__ = [
     "BadImage",
     "Config",
     "Distilled",
+    "Distiller",
     "KdError",
     "__version__",
     "distill",
@@ -52,6 +54,7 @@ _HOMES = {
     "BadImage": ("kd.core.errors", "BadImage"),
     "Config": ("kd.config", "Config"),
     "Distilled": ("kd.jobs.api", "Distilled"),
+    "Distiller": ("kd.jobs.api.distiller", "Distiller"),
     "KdError": ("kd.core.errors", "KdError"),
     "distill": ("kd.jobs.api", "distill"),
     "load": ("kd.deploy.serve.cascade", "open_exports"),

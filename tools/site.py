@@ -39,11 +39,9 @@ PYTHON = {
     "Use an export": ("kd.load", "kd.deploy.serve.model.LoadedGraph"),
     "Errors": ("kd.KdError", "kd.BadImage"),
     "In your own training loop": (
+        "kd.Distiller",
         "kd.engine.criterion.Criterion",
         "kd.setup.student.loss_term",
-        "kd.models.live_teacher.LiveTeacher",
-        "kd.core.types.Batch",
-        "kd.core.types.Outputs",
         "kd.core.types.SiftContext",
     ),
 }

@@ -18,6 +18,8 @@ class Options(imagefolder.Options):
 
     sleep_ms: float = 0.0
     """Wait of each image, as for a storage far away."""
+    turns: int = 0
+    """Images that wait, and then as many that do not, in turns; 0: all wait."""
     again: int = 0
     """How often an image is decoded beside the first time, as if it were larger."""
     rank: int = -1
@@ -32,6 +34,7 @@ class Sabotaged:
         self.options = options
         mine = options.rank in (-1, int(os.environ.get("RANK", "0")))
         self.active = mine and split == "train"
+        self.decoded = 0
         self.classes = source.classes
         self.fingerprint = source.fingerprint
 
@@ -44,7 +47,10 @@ class Sabotaged:
     def decode(self, id: int) -> Decoded:
         """Decode an image, late."""
         if self.active:
-            time.sleep(self.options.sleep_ms / 1000)
+            turn = self.decoded // self.options.turns if self.options.turns else 0
+            self.decoded += 1
+            if turn % 2 == 0:
+                time.sleep(self.options.sleep_ms / 1000)
             for _ in range(self.options.again):
                 self.source.decode(id)
         return self.source.decode(id)

@@ -20,12 +20,19 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from kd.cluster.ray_cluster import check_versions, connect, decoding_versions
 from kd.core.contracts import Dataset
 from kd.core.errors import KdError
+from kd.core.text import percent
 from kd.core.types import TENSORS, Batch
 from kd.data.loader import Fetch, Request
 
 WHERE = "data.loader"
 PACKAGES = ("torch", "timm")  # packages that transform an image, beside the decoders
 AHEAD = 2  # pending calls per decoder, over all ranks
+# seconds that a trainer waits for the first decoder: it imports torch and timm, which
+# took 18 s where two cores had nine processes to run
+START_SECONDS = 120.0
+# share of a pass's images above which a line says that rank 0 made them: a single late
+# call of a pass of a thousand images is less
+NOTABLE_SHARE = 0.1
 
 log = logging.getLogger("kd")
 
@@ -113,9 +120,8 @@ class Pool:
     """Share the decoders of a cluster, one per CPU, among all ranks.
 
     Rank 0 starts them; they end with its process. A decoder gets calls once it has
-    responded to a ping; a new pool waits for all of them. If it fails or misses a
-    deadline, all decoders of its host are pinged, and get calls again once they
-    respond.
+    responded to a ping. If it fails or misses a deadline, all decoders of its host are
+    pinged, and get calls again once they respond. Rank 0 alone logs that.
     """
 
     def __init__(
@@ -126,28 +132,52 @@ class Pool:
         self.deadline = deadline
         self.slots: list[RemoteDecoder] = []
         self._prefix = f"{token}-"
+        self._rank = rank
         self._turn = rank
         self._lock = threading.Lock()
         self._datasets = ray.put(list(datasets)) if rank == 0 else None
         self._silent: set[str] = set()  # addresses of hosts
         self._dropped: set[str] = set()  # names of decoders
+        self._share_is_notable = False  # whether rank 0 made many images of a pass
+        self._last_warning = ""
         if rank == 0:
             while _owned:
                 _owned.pop().close()
             _owned.append(self)
         self.grow()
+
+    def wait_for_decoders(self) -> None:
+        """Wait for the first decoder, then for the others until the deadline.
+
+        Call it on all ranks at once. The first one may take `START_SECONDS`.
+        """
         probes = [slot.probe for slot in self.slots]
-        late = []
+        started = []
         if probes:
-            _, late = ray.wait(probes, num_returns=len(probes), timeout=deadline)
-        if late or not probes:
-            missing = (
-                f"{len(late)} of {len(probes)} decoders have not responded for"
-                f" {deadline:g} seconds"
+            started, _ = ray.wait(probes, timeout=START_SECONDS)
+        if started:
+            count = len(probes)
+            started, _ = ray.wait(probes, num_returns=count, timeout=self.deadline)
+        if not started or len(started) < len(probes):
+            self._warn(
+                f"{len(started)} of {len(probes)} decoders have started; training"
+                " begins without the others"
             )
-            log.warning(
-                "%s: %s; until they do, the trainers make their images", WHERE, missing
-            )
+
+    def report_share(self, share: float) -> None:
+        """Log the share that rank 0 made of its images of a pass, if it has changed.
+
+        A change is that it became notable, or no longer is.
+        """
+        is_notable = share > NOTABLE_SHARE
+        if is_notable != self._share_is_notable:
+            self._warn(f"rank 0 made {percent(share)} of its images of a pass itself")
+        self._share_is_notable = is_notable
+
+    def _warn(self, text: str) -> None:
+        if self._rank == 0 and text != self._last_warning:
+            log.warning("%s: %s", WHERE, text)
+        self._last_warning = text
 
     def close(self) -> None:
         """End the decoders; this process then makes the batches itself."""
@@ -205,7 +235,7 @@ class Pool:
         except ActorDiedError as error:
             self.slots.remove(slot)
             reason = str(error).strip().splitlines()[-1]
-            log.warning("%s: a decoder has ended for good (%s)", WHERE, reason)
+            self._warn(f"a decoder has ended for good ({reason})")
             return
         except RayError:  # it is being started again
             if time.monotonic() - slot.probed > 1.0:
@@ -215,7 +245,7 @@ class Pool:
         slot.probe = None
         if slot.address in self._silent:
             self._silent.remove(slot.address)
-            log.warning("%s: the host %s responds again", WHERE, slot.address)
+            self._warn(f"the host {slot.address} responds again")
 
     def send(self, dataset: int, request: Request) -> Call:
         """Give a request to the trusted decoder with the fewest calls."""
@@ -272,11 +302,8 @@ class Pool:
                 suspect.ping()
             if slot.address not in self._silent:
                 self._silent.add(slot.address)
-                log.warning(
-                    "%s: the host %s %s; its images are made elsewhere",
-                    WHERE,
-                    slot.address,
-                    why,
+                self._warn(
+                    f"the host {slot.address} {why}; its images are made elsewhere"
                 )
             return suspects
 
@@ -288,12 +315,7 @@ class Pool:
                 self.slots.remove(decoder)
                 self._dropped.add(decoder.name)
             if dropped:
-                log.warning(
-                    "%s: the host %s %s; it gets no more calls",
-                    WHERE,
-                    slot.address,
-                    why,
-                )
+                self._warn(f"the host {slot.address} {why}; it gets no more calls")
             return dropped
 
     def resend(self, dataset: int, call: Call) -> Call:

@@ -67,6 +67,8 @@ class RemoteLoader(LocalLoader):
         """Yield the batches of the current requests, with several calls pending."""
         waiting = chain.from_iterable(map(split_request, self._requests))
         calls: deque[Call] = deque()
+        made_before = self.made_here
+        images = 0
         try:
             for request in self._requests:
                 chunks: list[dict[str, Any]] = []
@@ -80,7 +82,10 @@ class RemoteLoader(LocalLoader):
                         return
                     chunks.append(chunk)
                 batch = unpack(chunks)
+                images += len(batch.ids)
                 yield batch.pin_memory() if self.pin_memory else batch
+            if images:
+                self.pool.report_share((self.made_here - made_before) / images)
         finally:
             self.pool.forget(calls)
 

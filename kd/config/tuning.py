@@ -57,7 +57,14 @@ class OptimizerSection(Keys):
     on XLA.
     """
     lr: PositiveFloat = 1e-3
-    """Peak learning rate; not scaled with the batch size."""
+    """Peak learning rate, at the batch size `lr_batch` if `lr_scaling` is set."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How `lr` follows `data.batch_size`. linear: in proportion (arXiv:1706.02677).
+    sqrt: by the square root of the ratio, for Adam-like optimizers (arXiv:2205.10343,
+    which changes betas and epsilon too; here they stay). none: not at all.
+    """
+    lr_batch: NonNegativeInt = 0
+    """Batch size that `lr` was chosen for; `lr_scaling` needs it. 0: not known."""
     min_lr_ratio: Fraction = 0.0
     """Learning rate at the end, as a share of `lr`."""
     warmup_ratio: Fraction = 0.05
@@ -85,6 +92,17 @@ class OptimizerSection(Keys):
     """Decay of the averaged weights (EMA), which are evaluated and exported. 0: no
     averaging.
     """
+
+    def scaled_lr(self, batch_size: int, scaling: str = "") -> float:
+        """Return the peak learning rate at a batch size.
+
+        `scaling`: another rule than `lr_scaling`.
+        """
+        scaling = scaling or self.lr_scaling
+        if scaling == "none":
+            return self.lr
+        ratio = batch_size / self.lr_batch
+        return self.lr * (ratio if scaling == "linear" else ratio**0.5)
 
 
 @keys

@@ -6,9 +6,10 @@ from typing import Any
 
 from kd.config.reads import build_task, label_of, loss_facts, reads
 from kd.config.schema import (
+    FITTED,
     QUANTIZED,
     RUNTIMES,
-    TRAINED,
+    STUDENTS,
     Config,
     DataSection,
     NetworkSection,
@@ -429,14 +430,10 @@ def _student(student: StudentSection) -> Iterator[KdError]:
         yield ConfigError(
             "student.kind",
             wrong,
-            "timm, torch",
+            ", ".join(STUDENTS),
             "Choose one; torch builds your own network",
         )
-    elif (
-        student.kind != "timm"
-        and student.init == "pretrained"
-        and not student.checkpoint
-    ):
+    elif student.init == "pretrained" and not student.checkpoint and not facts.weights:
         wrong = (
             f"is 'pretrained', but a student of kind '{student.kind}' has no checkpoint"
         )
@@ -458,20 +455,20 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
             "Drop one",
         )
     kinds = {teacher.kind, *(member.kind for member in teacher.also)}
-    if teacher.fit.length and not kinds.intersection(TRAINED):
+    if teacher.fit.length and not kinds.intersection(FITTED):
         key = "teacher.fit.steps" if teacher.fit.steps else "teacher.fit.epochs"
         wrong = (
             f"is {teacher.fit.length.split()[0]}, but kd does not fit a teacher of kind"
             f" '{teacher.kind}'"
         )
         yield ConfigError(
-            key, wrong, f"Kinds {' and '.join(TRAINED)} are fitted", f"Set {key}=0"
+            key, wrong, f"Kinds {' and '.join(FITTED)} are fitted", f"Set {key}=0"
         )
     networks = [_network(teacher)]
     for i, member in enumerate(teacher.also):
         config_path = f"teacher.also[{i}]"
         network = _network(member)
-        again = member.kind in TRAINED and teacher.fit.length and not member.checkpoint
+        again = member.kind in FITTED and teacher.fit.length and not member.checkpoint
         if not member.model:
             yield ConfigError(
                 f"{config_path}.model",
@@ -495,8 +492,16 @@ def _network(model: NetworkSection) -> tuple[Any, ...]:
 
 
 def _optimizer(config: Config, facts: BackendFacts) -> Iterator[KdError]:
-    """Yield options of the optimizer that the backend lacks."""
+    """Yield options of the optimizer that the backend or another option excludes."""
     section = config.optimizer
+    if section.lr_scaling != "none" and not section.lr_batch:
+        wrong = f"is 0, but optimizer.lr_scaling is {section.lr_scaling}"
+        yield ConfigError(
+            "optimizer.lr_batch",
+            wrong,
+            "The batch size that optimizer.lr was chosen for",
+            "Set it, or optimizer.lr_scaling=none",
+        )
     zero = facts.own_zero
     frozen = config.student.tuning.freeze_epochs
     if zero and section.zero and section.on_nonfinite == "skip":

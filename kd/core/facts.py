@@ -49,6 +49,7 @@ class NetworkFacts:
 
     runs_code: bool = False  # `model` names a function that is imported and called
     trains: bool = False  # it builds a trainable nn.Module, so it may be a student too
+    weights: bool = False  # `model` may name weights, which `init: pretrained` loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

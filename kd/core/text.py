@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -111,6 +111,11 @@ def nfc(name: str) -> str:
     macOS writes é as two characters.
     """
     return name if name.isascii() else unicodedata.normalize("NFC", name)
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Return up to eight names in a line."""
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 JOINERS = "\u200c\u200d"  # inside words of Persian and in emoji

@@ -55,6 +55,8 @@ class Labels:
     # "all", "some" (-1: none), "sets" (0 or 1 for each class) or "none" (not read)
     kind: str
     num_classes: int  # labels must be smaller; 0: not known yet
+    # what to do about a label -1
+    unlabelled: str = "Pass labels='some' where -1 means no label"
 
     def split(self, item: Any, subject: str) -> tuple[Any, Any]:
         """Return image and label of an item or a batch; -1: labels are not read."""
@@ -108,7 +110,7 @@ class Labels:
             allowed = f"Whole numbers from {lowest} {highest}"
             remedy = "Correct the labels"
             if value == -1:
-                remedy = "Pass labels='some' where -1 means no label"
+                remedy = self.unlabelled
             raise DataError(
                 config_path, f"{subject} has the label {value:g}", allowed, remedy
             )

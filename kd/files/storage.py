@@ -29,8 +29,8 @@ LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")
 ABANDONED = 3600.0
 # seconds that a reader waits for the manifest of a folder just created by its writer
 MANIFEST_WAIT = 10.0
-# bytes read from the end of a file of rows: 60,000 log windows, or two days of machine
-# samples
+# bytes read from the end of a file of rows: 30,000 log windows of 20 steps, or two days
+# of machine samples
 LAST = 2**26
 # longest line of such a file, bytes. A longer line is not kd's and is skipped in parts.
 LINE = 2**20

@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from kd.config.tuning import Augment, Fit
 from kd.core.contracts import TeacherModel
 from kd.core.errors import NotPrepared
 from kd.core.host import bf16_pays, bf16_units, cores
+from kd.core.keys import fields_of
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import StudentWithLoss
 from kd.jobs.check import CheckedRun, check, compare_teachers
@@ -88,6 +89,7 @@ def description_lines(
     lines += [
         f"losses    {losses}",
         f"batch     {split}",
+        *_rate_lines(recipe),
         f"length    {steps} steps of {split.batch_size} images ({epochs:.3g}"
         f" {'epoch' if epochs == 1 else 'epochs'})",
     ]
@@ -105,6 +107,28 @@ def description_lines(
         memory,
     ]
     return lines, mib
+
+
+def _rate_lines(recipe: Recipe) -> list[str]:
+    """Report what each rule makes of the learning rate at another batch size.
+
+    Without `optimizer.lr_batch`: only of a batch larger than kd's default.
+    """
+    section = recipe.config.optimizer
+    size = recipe.length.batch_size
+    default = fields_of(DataSection)["batch_size"].default
+    chosen_for = section.lr_batch or min(default, size)
+    if chosen_for == size:
+        return []
+    based = replace(section, lr_batch=chosen_for)
+    linear, root = (based.scaled_lr(size, rule) for rule in ("linear", "sqrt"))
+    origin = "" if section.lr_batch else ", kd's default; name yours by it"
+    return [
+        f"rate      {recipe.lr:.4g} (optimizer.lr_scaling {section.lr_scaling}); from"
+        f" {chosen_for:,} images (optimizer.lr_batch{origin}) to {size:,}, linear"
+        f" scaling of {section.lr:g} gives {linear:.4g}; sqrt, for Adam-like"
+        f" optimizers, {root:.4g}"
+    ]
 
 
 def _class_skew(labels: torch.Tensor) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from kd.config import instances
 from kd.config.bill import Bill
 from kd.core.contracts import Backend, Sifter, Teacher
+from kd.core.facts import BackendFacts
 from kd.core.host import cores
 from kd.core.text import format_dollars, format_seconds
 from kd.core.types import Batch, Costs, Outputs
@@ -359,20 +360,25 @@ def _speed_line(
         if timings[name].ms
     )
     precision = "bfloat16" if bench.backend.autocast_dtype is not None else "float32"
-    device = f"{cores()} CPU cores"
-    if bench.backend.facts.cuda:
-        device = torch.cuda.get_device_name()
     notes = ""
     if not timings["load"].ms:
         notes = "; loading not measured, the images do not exist yet"
     micro = bench.split.micro_batch
-    tried = timings["step"].images
-    if tried < micro:
-        notes += f"; the student's step was timed on {tried} images, scaled to {micro}"
+    for title, name in {**titles, "fit": "fit"}.items():
+        images = timings[name].images
+        if "load" not in name and 0 < images < micro:
+            notes += f"; {title} timed with {images} images of {micro:,}"
     return (
         f"speed     {images_per_second:.0f} images/s; {each} ms per image, {precision},"
-        f" {device}{notes}; another load of this machine changes it"
+        f" {_device_text(bench.backend)}{notes}; another load of this machine changes"
+        " it"
     )
+
+
+def _device_text(backend: Backend) -> str:
+    if backend.facts.cuda:
+        return torch.cuda.get_device_name()
+    return f"{cores()} CPU cores"
 
 
 def _price_lines(
@@ -382,24 +388,37 @@ def _price_lines(
     facts = bench.backend.facts
     price = bench.recipe.config.price
     name, machine = instances.find_machine(price.instance) or ("", None)
-    accelerated = machine is not None and machine.accelerators > 0
     hourly = price.per_hour or instances.price_per_hour(price.instance)
     lines = []
     if hourly:
+        measured_on = _device_text(bench.backend)
         cost = f"about USD {format_dollars(Bill(seconds / 3600, hourly).usd)}"
-        if accelerated and facts.cpu:
-            cost = (
-                "not known: the times are those of this machine's CPU, not of an"
-                " accelerator,"
-            )
-        lines.append(f"cost      {cost} at USD {hourly:g} an hour")
-    if load_ms and accelerated:
+        condition = ""
+        if machine is None:
+            condition = f", if that is the price of this machine ({measured_on})"
+        elif not _is_like(machine, facts):
+            cost = f"not known: the time is that of {measured_on}, not of {name},"
+        elif machine.accelerators > 1:
+            condition = f", with one process on its {machine.accelerators} accelerators"
+        lines.append(f"cost      {cost} at USD {hourly:g} an hour{condition}")
+    if load_ms and machine is not None and machine.accelerators:
         # a CPU says nothing about an accelerator
         rate = 1000 / device_ms if facts.cuda else 0.0
         lines += instances.core_plan(
             name, 1, round(load_ms, 2), rate, usd=price.per_hour
         )
     return lines
+
+
+def _is_like(machine: instances.Instance, facts: BackendFacts) -> bool:
+    """Return whether this machine has a rented one's cores, and as many GPUs.
+
+    Other accelerators are not counted.
+    """
+    accelerators = 0 if facts.cpu else max(1, machine.accelerators)
+    if facts.cuda:
+        accelerators = torch.cuda.device_count()
+    return (accelerators, cores()) == (machine.accelerators, machine.vcpus)
 
 
 def same_cost(cost: float, alone: float, fixed: bool) -> tuple[float, str]:

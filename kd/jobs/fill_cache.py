@@ -16,7 +16,7 @@ from kd.core.errors import ConfigError, ModelError, RunError
 from kd.core.types import Outputs, Plan
 from kd.data.loader import LocalLoader
 from kd.jobs.train import obtain_teachers, open_job
-from kd.models.answer_table import AnswerTable, write_answers
+from kd.models.answer_table import AnswerTable, augmentations, write_answers
 from kd.models.cache import CachedTeacher, Store
 from kd.models.inference import predict
 from kd.setup.build import shown_split
@@ -158,6 +158,7 @@ def _export_table(path: Path, cached: CachedTeacher, setting: RunContext) -> Non
         [_predict_split(setting, cached, source) for source in splits]
     )
     classes = list(data.classes) if recipe.read.teacher_logits else []
+    images = data.images()
     table = AnswerTable(
         meaning="logits" if store.codec.num_classes else "embeddings",
         names=_image_names(data.train),
@@ -165,7 +166,7 @@ def _export_table(path: Path, cached: CachedTeacher, setting: RunContext) -> Non
         classes=classes,
         val_names=[name for source in splits for name in _image_names(source)],
         val_values=val_values.to(values.dtype),
-        made_for=data.images().pixel_facts(),
+        made_for=images.pixel_facts() if augmentations(images.transform) else {},
         problem_type=recipe.task.problem_type if classes else "",
     )
     try:

@@ -272,7 +272,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
             ]
             log.info(
                 "teacher: learning rate %g, from %s weights",
-                recipe.config.optimizer.lr,
+                recipe.lr,
                 init,
             )
         data = _fit_data(data, recipe, backend).with_labels()

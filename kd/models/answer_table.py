@@ -41,6 +41,16 @@ from kd.files.storage import share
 
 ENDINGS = (".safetensors", ".npz", ".csv", ".tsv")
 MEANINGS = ("logits", "embeddings")
+PLAIN = {
+    "crop": 1.0,
+    "flip": 0.0,
+    "jitter": 0.0,
+    "policy": "",
+    "erase": 0.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+}
+"""Transform of training images, by its keys in a table, that shows whole images."""
 FAILURES = (
     OSError,
     ValueError,
@@ -69,6 +79,15 @@ class AnswerTable:
     """Transform of the views' pixels; empty: outputs are for the whole image."""
     # one of `kd.models.timm_folder.PROBLEM_TYPES`; empty: unknown
     problem_type: str = ""
+
+
+def augmentations(transform: Mapping[str, Any]) -> list[str]:
+    """Return `key value` of what a transform changes in whole images."""
+    return [
+        f"{key} {transform[key]}"
+        for key, plain in PLAIN.items()
+        if transform.get(key, plain) != plain
+    ]
 
 
 def read_answers(path: str, config_path: str) -> AnswerTable:

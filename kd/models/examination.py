@@ -1,7 +1,7 @@
 """Examine a network from outside by questions, tried on two images before training.
 
-kd-train, kd-teach, kd-cache, `kd.distill` and kd-export call `examine`. A new question
-is a function in `QUESTIONS`.
+kd-train, kd-teach, kd-cache, `kd.distill`, `kd.Distiller` and kd-export call `examine`.
+A new question is a function in `QUESTIONS`.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def build_optimizer(
         options |= {"momentum": section.momentum, "nesterov": section.momentum > 0}
     else:
         options["betas"] = betas
-    return backend.optimizer(parameters, cls, section.zero, lr=section.lr, **options)
+    return backend.optimizer(parameters, cls, section.zero, lr=recipe.lr, **options)
 
 
 def settings_of(
@@ -104,7 +104,7 @@ def settings_of(
         "distillation": distillation,
         "optimizer": build_optimizer(recipe, distillation, backend),
         "schedule": Schedule(
-            section.lr, section.warmup_ratio, section.min_lr_ratio, section.schedule
+            recipe.lr, section.warmup_ratio, section.min_lr_ratio, section.schedule
         ),
         "average": (
             EMA(distillation.student, section.ema_decay) if section.ema_decay else None
@@ -215,6 +215,7 @@ def setup_facts(
         },
         "threads": torch.get_num_threads() if run.backend.facts.cpu else 0,
         "batch": str(context.split),
+        "lr": context.recipe.lr,
         "workers": getattr(run.loader, "workers", 0),
     }
     if report.error:

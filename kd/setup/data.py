@@ -490,6 +490,7 @@ def _remote_loaders(
         pool = pools[0]
     else:
         pool = Pool(both, backend.rank, int(shared), section.deadline)
+    pool.wait_for_decoders()
     options = _loader_options(section, backend)
     train_share = _share(backend, split.batch_size, split.accumulate)
     val_share = _share(backend, split.eval_batch * split.world_size)

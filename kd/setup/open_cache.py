@@ -203,13 +203,24 @@ def check_records(cached: CachedTeacher, context: RunContext, tolerance: float) 
         differences |= stored_differences(store, cached.live, batch.to(backend.device))
     pairs = torch.tensor(list(differences.values()), device=backend.device)
     shared = backend.reduce_sum(pairs).tolist()
-    for name, (difference, largest) in zip(differences, shared, strict=True):
+    shared_differences = dict(zip(differences, map(tuple, shared), strict=True))
+    require_equal_records(store.folder, 0, shared_differences, tolerance)
+
+
+def require_equal_records(
+    folder: Path,
+    view: int,
+    differences: Mapping[str, tuple[float, float]],
+    tolerance: float,
+) -> None:
+    """Require small `stored_differences`; `tolerance` is a share of the largest."""
+    for name, (difference, largest) in differences.items():
         scale = max(1.0, largest) if name == "logits" else largest
         if not difference <= tolerance * scale:
             value = "logit" if name == "logits" else f"value of '{name}'"
             raise ModelError(
                 "teacher.cache.path",
-                f"'{store.folder}', view 0: a stored {value} differs by"
+                f"'{folder}', view {view}: a stored {value} differs by"
                 f" {difference:.3g} from what the teacher computes now",
                 f"At most {tolerance:g} of the largest ({largest:.3g})",
                 "Remove the folder, or choose another teacher.cache.path",

@@ -129,14 +129,16 @@ def _require_room(
             size += f", {_size(stored)} already stored"
         space = "of memory are left here" if ram else f"are free at '{folder}'"
         remedy = (
-            "Set data.store=disk" if ram else "Free space, choose another run.folder"
+            "Set data.store=disk or none"
+            if ram
+            else "Set data.store=none, free space, choose another run.folder"
         )
         raise RunError(
             "data.store",
             f"is {'ram' if ram else 'disk'}, and the decoded images take about {size};"
             f" {_size(free)} {space}",
-            "One of none, ram and disk",
-            f"{remedy}, or a data.store_size near data.image_size, or data.store=none",
+            "What fits",
+            f"{remedy}, or a data.store_size near data.image_size",
         )
     if backend.rank == 0:
         place = f"below '{folder}/stores'"

@@ -136,6 +136,11 @@ class Recipe:
             data.progressive.until,
         )
 
+    @property
+    def lr(self) -> float:
+        """Return the peak learning rate at this batch size."""
+        return self.config.optimizer.scaled_lr(self.data.batch_size)
+
     @cached_property
     def baseline(self) -> Config | None:
         """Return the requested baseline on labels alone.
@@ -369,8 +374,14 @@ def fit_folders(recipe: Recipe, fingerprint: str) -> dict[str, tuple[Recipe, Pat
         # The evaluation interval is included, because it decides which weights are kept
         # as the best.
         keys = flatten(configuration.to_dict(fit, values=True))
-        # `module:function` names the kind; a fit has full-size views and no teacher
-        unread = ("student.kind", "data.progressive.", "teacher.fit.augment")
+        # `module:function` names the kind; a fit has full-size views, no teacher, and
+        # the rate of `teacher.fit.lr`
+        unread = (
+            "student.kind",
+            "data.progressive.",
+            "teacher.fit.augment",
+            "optimizer.lr_",
+        )
         identity = {
             key: value
             for key, value in keys.items()

@@ -4,6 +4,7 @@ what the survivors say.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -188,6 +189,43 @@ def test_every_launcher_starts_the_same_run(train, plain, launcher):
     started = train(f"under-{launcher}", 2, *ZERO, launcher=launcher)
     started.world.ended_well()
     assert same_bits(started.checkpoint(), plain(2, *ZERO).checkpoint())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["--multi_gpu", "--cpu"])
+def test_ranks_that_accelerate_starts_train_with_torchruns_bits(
+    config_file, plain, tmp_path, device
+):
+    """On GPUs it runs torchrun, also where there is none; on CPUs mpirun."""
+    if device == "--cpu" and shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2\n")
+    launch = [
+        *(sys.executable, "-m", "accelerate.commands.launch", device),
+        *("--num_machines", "1", "--num_processes", "2"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no"),
+        *("--main_process_port", str(free_port())),
+        *(("--mpirun_hostfile", str(hosts)) if device == "--cpu" else ()),
+    ]
+    keys = ("run.steps=6", "run.every.checkpoint=6", "sifter={kind: none}")
+    argv = ["-m", "kd.cli", "train", str(config_file), *keys]
+    argv += [f"run.folder={tmp_path}", "run.name=launched"]
+    may_be_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    process = subprocess.run(
+        [*launch, *argv],
+        env={**environment(), **may_be_root},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    launched = Trained(tmp_path / "launched")
+    torchrun = plain(2, *keys)
+    assert len(torchrun.losses()) == 6
+    assert launched.losses() == torchrun.losses()
+    assert same_bits(launched.checkpoint(), torchrun.checkpoint())
 
 
 def test_a_rank_that_never_comes_is_one_line(config_file, tmp_path):

@@ -297,9 +297,8 @@ class Session:
             else overlaid(yaml.safe_load(shipped("vit_food_scratch")), written)
         )
         if name := re.match(r"# ([\w-]+\.yaml)\b", text):
-            foreign = (
-                written.get("teacher", {}).get("kind", "timm") != "timm"
-            )  # the page makes that teacher itself
+            # no teacher, or one that the page makes itself
+            foreign = written.get("teacher", {"kind": ""}).get("kind", "timm") != "timm"
             pinned = {
                 section: keys
                 for section, keys in PINNED.items()
@@ -350,6 +349,9 @@ def folder(photos: Path, distilled: Path) -> None:
     shutil.copytree(distilled, "runs/deployed")
     Path("export").symlink_to(Path("runs", "vit_food", "export"))
     shutil.copy(ROOT / "kd" / "files" / "pixels.py", "pixels.py")
+    Path("nutrients.csv").write_text(
+        "dish,kcal,allergen\napple,52,\nfig,74,\npear,57,a\n"
+    )
     Path("weights").mkdir()
     for name in (
         "lite0-57934424",

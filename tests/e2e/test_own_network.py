@@ -162,7 +162,10 @@ def test_it_starts_from_weights(configuration, tmp_path):
 @pytest.mark.parametrize(
     ("student", "message"),
     [
-        ({"kind": "onnx"}, r"^student\.kind: is 'onnx'\. Allowed: timm, torch"),
+        (
+            {"kind": "onnx"},
+            r"^student\.kind: is 'onnx'\. Allowed: timm, torch, transformers",
+        ),
         ({"kind": "onx"}, r"^student\.kind: .*'onx'"),
         (
             {"init": "pretrained"},

@@ -63,10 +63,11 @@ def datasets(photos, broken) -> list:
 
 @pytest.fixture(scope="module")
 def pools(datasets) -> list[Pool]:
-    """What rank 0 and rank 1 see of the same decoders, one on each host. A new pool
-    waits for them.
-    """
-    return [Pool(datasets, rank, 7, 60.0) for rank in range(2)]
+    """What rank 0 and rank 1 see of the same decoders, one on each host."""
+    pools = [Pool(datasets, rank, 7, 60.0) for rank in range(2)]
+    for pool in pools:
+        pool.wait_for_decoders()
+    return pools
 
 
 def wait(condition, seconds: float = 120.0) -> bool:
@@ -227,6 +228,18 @@ def test_a_data_host_is_frozen_and_killed_and_comes_back(datasets, pools, monkey
     assert {slot.calls for slot in pools[0].slots} == {
         0
     }  # else a host that came back looks busy for ever
+
+
+def test_a_run_waits_for_its_first_decoder(datasets):
+    """It takes longer to start than a call may take: the trainers of a short run made
+    all images themselves.
+    """
+    pool = Pool(datasets, 0, 8, 0.01)  # it ends the decoders of the tests above
+    pool.wait_for_decoders()
+    pool.deadline = 60.0
+    here, there = both(datasets, pool, 0, 12, 1, 0, 1)
+    assert same_epochs(here, there, 96, 0)
+    assert there.made_here == 0
 
 
 def of_ray(host: str) -> list[int]:

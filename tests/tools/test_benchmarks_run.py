@@ -29,6 +29,7 @@ import torch
 import yaml
 from pieces import base, teacher_at
 from PIL import Image
+from safetensors.torch import save_file
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
@@ -197,6 +198,54 @@ def test_a_benchmark_runs_at_its_smallest(
     if name == "cached_run":
         bits = {row["run"]: row["bits_of_live"] for row in rows}
         assert bits == {"fresh": "", "live": "", "ahead": "True", "filling": "False"}
+
+
+def test_autocast_runs(ran, photos, tmp_path):
+    weights = tmp_path / "weights.safetensors"
+    words = ["--data", photos / "train", "--weights", weights, "--rounds", 1]
+    patches = {"MODEL": "vit_tiny_patch16_224", "LABELLED": 8}
+    network = timm.create_model(patches["MODEL"], img_size=32, num_classes=0)
+    save_file(network.state_dict(), weights)
+    rows = ran("autocast", *words, "--sizes", 32, **patches)
+    by_way = {row["way"]: row for row in rows}
+    assert [*by_way] == ["fp32", "bf16 weights", "autocast"]
+    assert float(by_way["fp32"]["vectors_largest"]) == 0
+    for way in ("bf16 weights", "autocast"):  # bfloat16 has eight bits
+        assert 0 < float(by_way[way]["vectors_rms"]) < 0.1
+    mib = {way: float(row["mib"]) for way, row in by_way.items()}
+    assert mib["bf16 weights"] == pytest.approx(mib["autocast"] / 2, abs=0.1)
+
+
+def test_without_labels_runs(ran, photos, tmp_path):
+    data = tmp_path / "data"
+    for split, source in (("train", "train"), ("test", "val")):
+        shutil.copytree(photos / source, data / split)
+    model = "vit_tiny_patch16_224"
+    weights = tmp_path / "weights.safetensors"
+    network = timm.create_model(model, img_size=32, num_classes=0)
+    save_file(network.state_dict(), weights)
+    words = ["--data", data, "--weights", weights, "--work", tmp_path / "work"]
+    patches: dict[str, Any] = {"UNLABELLED": 8, "VALIDATION": 4, "TEST": 4}
+    patches |= {"BATCH": 8, "PASSES": 1, "TUNING": 16, "SHARES": {"third": 0.3}}
+    patches["TUNINGS"] = {"recipe": (16, 3e-3)}
+    patches["TEACHER"] = {"model": model, "args": {"img_size": 32}}
+    rows = ran(
+        "without_labels",
+        *words,
+        "--seeds",
+        0,
+        "--labels",
+        4,
+        **patches,
+    )
+    by_arm = {row["arm"]: row for row in rows}
+    assert {*by_arm} == {"labels only, third", "recipe"}
+    gain = float(by_arm["recipe"]["gain"])
+    scores = {arm: float(row["accuracy"]) for arm, row in by_arm.items()}
+    difference = scores["recipe"] - scores["labels only, third"]
+    assert gain == pytest.approx(difference, abs=0.01)
+    ends = [float(by_arm["recipe"][end]) for end in ("low", "high")]
+    assert ends[0] <= gain <= ends[1]
 
 
 def test_from_folder_runs(ran, photos, tmp_path):

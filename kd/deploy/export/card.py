@@ -39,6 +39,7 @@ def card(facts: Facts) -> str:
         unknown=UNKNOWN,
         origin=_training(facts),
         labels=[plain(label) for label in about["labels"]],
+        columns=map(plain, facts["output"].get("values", {}).get("columns", ())),
         named=NAMED,
         digits=DIGITS,
         scores=_score_section(facts),

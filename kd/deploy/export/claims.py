@@ -84,6 +84,7 @@ class OutputClaims(TypedDict, total=False):
     space: FromRun
     thresholds: Number
     defer: DeferClaims
+    values: FromNothing
 
 
 class ParityClaims(TypedDict, total=False):

@@ -25,6 +25,7 @@ from kd.deploy.export.package import complete, new_export, refuse_other, seal
 from kd.deploy.export.parity import validation_batches
 from kd.deploy.export.receipt import receipt, run_licences
 from kd.deploy.export.signature import sign
+from kd.deploy.export.value_table import label_values, recorded_values
 from kd.deploy.export.write_graphs import write_graphs
 from kd.files.manifest import DIGITS
 from kd.files.pixels import MARGIN
@@ -220,6 +221,8 @@ def _open_images(
 def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExport:
     """Write a student with its graphs, manifest and card, or nothing at all."""
     options.require(subject.recipe.task)
+    values, value_lines = label_values(options.values, target, subject)
+    subject = replace(subject, values=values)
     with new_export(target) as draft:
         write_weights = partial(_write_weights, subject, draft)
         artifacts = write_graphs(subject, draft, options, write_weights)
@@ -232,7 +235,7 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
         if options.sign is not None:
             sign(draft, options.sign)
     load = loading(str(target), is_timm(subject.student.network))
-    return WrittenExport(target, artifacts.lines, load, facts)
+    return WrittenExport(target, [*artifacts.lines, *value_lines], load, facts)
 
 
 def _write_weights(
@@ -261,6 +264,8 @@ def _write_weights(
         "validation": artifacts.validation,
         "environment": _environment(),
     }
+    if subject.values:
+        facts["output"]["values"] = recorded_values(subject.values)
     if artifacts.variants:
         facts["variants"] = artifacts.variants
     if artifacts.accepted:

@@ -20,6 +20,7 @@ from kd.deploy.export.parity import EAGER, GraphOutputs
 from kd.deploy.export.variants import ONNX
 from kd.deploy.serve.bench import Latency
 from kd.deploy.serve.engines import open_graph
+from kd.deploy.serve.responses import Values
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.parts import registry
@@ -52,6 +53,7 @@ class Subject:
     made_from: Mapping[str, Any] = field(default_factory=dict)
     # see `kd.deploy.export.receipt`
     licences: Mapping[str, str] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)  # of each class
 
 
 @dataclass(slots=True)
@@ -198,8 +200,8 @@ class GraphExporter:
             )
         facts = outputs.facts(name, task)
         if self.graphs[name].precision == "int8":
-            share = registry.exporter(name).int8_share(self.folder / name)
-            facts["int8_share"] = round(share, 4)
+            share = round(registry.exporter(name).int8_share(self.folder / name), 4)
+            facts["int8_share"] = share
             note = variants.int8_note(share)
             line += f"; {note}" if note else ""
         artifacts.lines.append(line)

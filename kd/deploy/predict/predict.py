@@ -16,12 +16,19 @@ from kd.core.errors import RunError
 from kd.core.host import cores as usable_cores
 from kd.core.options import option, parse_pixels, whole_number
 from kd.deploy.predict.image_list import ImageList, find
-from kd.deploy.predict.results import WHERE, Journal, check_format, open_journal
+from kd.deploy.predict.results import (
+    WHERE,
+    Journal,
+    ResultLayout,
+    check_format,
+    open_journal,
+)
 from kd.deploy.predict.rows import ASKED, MEASURES, Predictor, Row, in_order
 from kd.deploy.serve.cascade import describe_pair, load_pair
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import Description
 from kd.deploy.serve.responses import MODEL
+from kd.files.manifest import checksum
 
 # images per job: the main thread, which writes rows, does not wake for each image
 CHUNK = 8
@@ -115,11 +122,7 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
             print(note, file=sys.stderr)
         _write_rows(journal, predictor, cores, started, out)
         seconds = time.monotonic() - started
-        several = bool(first.output.thresholds)
-        scored = first.labels if several and top == num_labels else ()
-        columns = ["sure"] if first.output.unsure else []
-        columns += [MODEL] if second else []
-        journal.finish(settings.to, 0 if several else top, scored, columns)
+        journal.finish(settings.to, _layout(first, second, top))
     shutil.rmtree(copies, ignore_errors=True)
     return Summary(
         images=len(images.names),
@@ -130,6 +133,17 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
         passed_on=journal.passed_on,
         notes=(*images.notes, *(reference.notes(tally) if reference and tally else ())),
     )
+
+
+def _layout(first: Description, second: Description | None, top: int) -> ResultLayout:
+    """Return the columns of the result."""
+    columns = ["sure"] if first.output.unsure else []
+    columns += [MODEL] if second else []
+    values = first.output.values
+    if not first.output.thresholds:
+        return ResultLayout(top, (), columns, values)
+    scored = first.labels if top == len(first.labels) else ()
+    return ResultLayout(0, scored, columns, values)
 
 
 def _write_rows(
@@ -171,6 +185,8 @@ def _identity(
         identity["unsure"] = _bands(first)
     if first.output.thresholds:
         identity["thresholds"] = list(first.output.thresholds)
+    if first.output.values:
+        identity["values"] = checksum({"of": first.output.values})
     if second:
         identity["second"] = _bands(second)
     return identity

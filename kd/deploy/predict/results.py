@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -22,7 +23,14 @@ from kd.core.errors import DataError, FolderInUse, RunError, import_optional
 from kd.core.text import FORMULA, table_cell
 from kd.deploy.predict.image_list import ImageList
 from kd.deploy.predict.rows import ASKED, MEASURES, STAMP, Row
-from kd.deploy.serve.responses import MODEL, SECOND
+from kd.deploy.serve.responses import (
+    MODEL,
+    SECOND,
+    Value,
+    Values,
+    label_cells,
+    text_cell,
+)
 from kd.files.storage import (
     REMEDY,
     atomic_file,
@@ -35,6 +43,25 @@ from kd.files.storage import (
 WHERE = "--to"
 MAX_LISTED = 10  # most unreadable images in a message
 ROWS = 65_536  # rows per Parquet row group
+
+
+@dataclass(frozen=True, slots=True)
+class ResultLayout:
+    """The columns of a result."""
+
+    top: int  # labels of each image, best first; 0: all, in one cell
+    scored: Sequence[str] = ()  # labels whose score is a column
+    columns: Sequence[str] = ()  # further keys of a row
+    values: Values = field(default_factory=dict)  # of each label
+
+    @property
+    def value_types(self) -> dict[str, type]:
+        """`float` or `str` by column of the values."""
+        rows = [*self.values.values()]
+        return {
+            column: str if any(isinstance(row[column], str) for row in rows) else float
+            for column in (rows[0] if rows else ())
+        }
 
 
 class Journal:
@@ -110,17 +137,10 @@ class Journal:
         with on_disk(self.path, WHERE):
             self._file.flush()
 
-    def finish(
-        self,
-        target: Path,
-        top: int,
-        scored: Sequence[str] = (),
-        columns: Sequence[str] = (),
-    ) -> None:
+    def finish(self, target: Path, layout: ResultLayout) -> None:
         """Write all rows to `target`, in its format, and remove the journal.
 
-        If the file exists, it has these rows: an earlier start was killed here. `top`,
-        `scored` and `columns`: see `_csv`.
+        If the file exists, it has these rows: an earlier start was killed here.
         """
         self.flush()
         self._file.seek(0)
@@ -128,7 +148,7 @@ class Journal:
         next(rows)
         with atomic_file(target, WHERE) as draft:
             result = (_result_row(row) for row, _ in rows)
-            FORMATS[target.suffix](draft, result, top, scored, columns)
+            FORMATS[target.suffix](draft, result, layout)
             if target.exists() and not filecmp.cmp(draft, target, shallow=False):
                 raise _target_exists(target)
         self.path.unlink()
@@ -215,25 +235,22 @@ def _line(row: Row) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 
-def _csv(
-    draft: Path,
-    rows: Iterator[Row],
-    top: int,
-    scored: Sequence[str],
-    columns: Sequence[str],
-) -> None:
+def _csv(draft: Path, rows: Iterator[Row], layout: ResultLayout) -> None:
     """Write image, label, score, label_2, score_2, ..., error, and further columns.
 
-    These are the row's keys `columns`, and the score of each of `scored`. `top` 0: all
-    labels in one cell, joined by "|", as `data.kind: multilabel` reads them. A name
-    that a spreadsheet would run as a formula becomes ./NAME, the same file, and a label
-    'LABEL.
+    A label's values follow its score. `layout.top` 0: all labels in one cell, joined by
+    "|", as `data.kind: multilabel` reads them, and so are scores and values. A name
+    that a spreadsheet would run as a formula becomes ./NAME, the same file, and a text
+    'TEXT.
     """
-    titles = ["labels", "scores"]
+    top = layout.top
+    columns = layout.columns
+    titles = ["labels", "scores", *layout.value_types]
     if top:
         suffixes = ["", *(f"_{i}" for i in range(2, top + 1))]
-        titles = [f"{key}{suffix}" for suffix in suffixes for key in ("label", "score")]
-    score_titles = (f"score:{label}" for label in scored)
+        keys = ["label", "score", *layout.value_types]
+        titles = [f"{key}{suffix}" for suffix in suffixes for key in keys]
+    score_titles = (f"score:{label}" for label in layout.scored)
     with draft.open("w", newline="", encoding="utf-8") as file:
         header = ["image", *titles, "error", *columns, *score_titles]
         csv.writer(file, lineterminator="\n").writerow(header)
@@ -241,18 +258,17 @@ def _csv(
             answers = row.get("top", [])
             values = []
             for answer in answers[:top]:
-                values += [table_cell(answer["label"]), answer["score"]]
+                values += map(text_cell, label_cells(answer))
             if "labels" in row:
-                values = [
-                    table_cell("|".join(str(answer[key]) for answer in row["labels"]))
-                    for key in ("label", "score")
-                ]
+                values = map(
+                    _joined, zip(*map(label_cells, row["labels"]), strict=True)
+                )
             image = row["image"]
             cells = [f"./{image}" if image.startswith(FORMULA) else image]
-            cells += values or [""] * len(titles)
+            cells += [*values] or [""] * len(titles)
             cells += [row.get("error", ""), *(_cell(row.get(key)) for key in columns)]
             scores = {answer["label"]: answer["score"] for answer in answers}
-            cells += [scores.get(label, "") for label in scored]
+            cells += [scores.get(label, "") for label in layout.scored]
             # The csv module does not quote "\r", which readers treat as the end of a
             # row.
             quoting = csv.QUOTE_MINIMAL
@@ -261,38 +277,38 @@ def _csv(
             csv.writer(file, lineterminator="\n", quoting=quoting).writerow(cells)
 
 
+def _joined(cells: Sequence[Value]) -> str:
+    """Return values of several labels as one cell."""
+    text = "|".join("" if cell is None else str(cell) for cell in cells)
+    return table_cell(text) if any(isinstance(cell, str) for cell in cells) else text
+
+
 def _cell(value: str | bool | None) -> str:
     return str(value).lower() if isinstance(value, bool) else value or ""
 
 
-def _jsonl(
-    draft: Path,
-    rows: Iterator[Row],
-    top: int,
-    scored: Sequence[str],
-    columns: Sequence[str],
-) -> None:
+def _jsonl(draft: Path, rows: Iterator[Row], layout: ResultLayout) -> None:
     with draft.open("wb") as file:
         file.writelines(map(_line, rows))
 
 
-def _parquet(
-    draft: Path,
-    rows: Iterator[Row],
-    top: int,
-    scored: Sequence[str],
-    columns: Sequence[str],
-) -> None:
+def _parquet(draft: Path, rows: Iterator[Row], layout: ResultLayout) -> None:
     pyarrow, parquet = _pyarrow()
     string = pyarrow.string()
     label = {"label": string, "score": pyarrow.float64()}
-    types = {key: string if key == MODEL else pyarrow.bool_() for key in columns}
+    if layout.values:
+        arrow_types = {str: string, float: pyarrow.float64()}
+        columns = layout.value_types.items()
+        label["values"] = pyarrow.struct(
+            [(column, arrow_types[kind]) for column, kind in columns]
+        )
+    types = {key: string if key == MODEL else pyarrow.bool_() for key in layout.columns}
     # With several labels each has its own `sure`.
     label_types = dict(label)
-    if not top and "sure" in types:
+    if not layout.top and "sure" in types:
         label_types["sure"] = types["sure"]
     answers = pyarrow.list_(pyarrow.struct([*label_types.items()]))
-    main = label if top else {"labels": answers}
+    main = label if layout.top else {"labels": answers}
     schema = pyarrow.schema(
         {"image": string, **main, "top": answers, "error": string, **types}
     )

@@ -88,7 +88,7 @@ def describe_pair(
     """Read and check an export and, if given, the second one; see `describe`.
 
     The first's version names both. Logs a warning if `kd-export --accept` chose the
-    first with another second export.
+    first with another second export. The first's `values` replace the second's.
 
     Raises:
         ModelError: the first has no threshold, or the second is the same or predicts
@@ -111,6 +111,8 @@ def describe_pair(
     if difference := _difference(first_model, second_model):
         remedy = "Choose another export of the same classes"
         raise ModelError(WHERE, f"'{second}': {difference}", "", remedy)
+    output = replace(second_model.output, values=first_model.output.values)
+    second_model = replace(second_model, output=output)
     _warn_unless_accepted(first_model, second_model)
     reference = first_model.reference
     if reference:

@@ -1,9 +1,12 @@
 """Read an export's description, and load its graph."""
 
 import hashlib
+import itertools
 import logging
 import os
+import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -24,7 +27,14 @@ from kd.deploy.serve import self_check
 from kd.deploy.serve.decoding import OpenedImage, decode, open_image, read_file
 from kd.deploy.serve.engines import WHERE, Engine, PerProcess, require_version
 from kd.deploy.serve.limits import LOCAL, Limits, Problem
-from kd.deploy.serve.responses import Answer, Bands, bands, embeddings, predictions
+from kd.deploy.serve.responses import (
+    Answer,
+    Bands,
+    Values,
+    bands,
+    embeddings,
+    predictions,
+)
 from kd.deploy.shift import Measures, Reference, measure
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.manifest import MANIFEST, has_valid_checksum
@@ -54,6 +64,7 @@ class Output:
     thresholds: tuple[float, ...] = ()
     # see `kd.deploy.serve.responses`; empty: predictions have no `sure`
     unsure: Bands = ()
+    values: Values = field(default_factory=dict)
 
     @property
     def embeds(self) -> bool:
@@ -259,7 +270,27 @@ def _parse_output(
             "output.defer is of one label per image where it has several, or the"
             " reverse"
         )
-    return labels, Output(name, len(labels), thresholds, unsure)
+    values = parse_values(entry, labels)
+    return labels, Output(name, len(labels), thresholds, unsure, values)
+
+
+def parse_values(entry: dict[str, Any], labels: Sequence[str]) -> Values:
+    """Return the values of each label in `output` of a manifest.
+
+    Raises one of `DAMAGE` if a label has none, or for a value that kd does not write.
+    """
+    if "values" not in entry:
+        return {}
+    columns = [_text(name, "values") for name in entry["values"]["columns"]]
+    rows = entry["values"]["labels"]
+    if not columns or len({*columns}) < len(columns) or rows.keys() != {*labels}:
+        raise ValueError("output.values is of other labels, or names a column twice")
+    for value in itertools.chain.from_iterable(rows.values()):
+        if isinstance(value, str):
+            _text(value, "values")
+        elif value is not None:
+            _number(value, -sys.float_info.max, sys.float_info.max, "values")
+    return {label: dict(zip(columns, rows[label], strict=True)) for label in labels}
 
 
 def _text(value: Any, key: str) -> str:
@@ -434,8 +465,9 @@ class LoadedGraph(Description):
         if self.output.embeds:
             return embeddings(values)
         count = min(top or len(self.labels), len(self.labels))
+        output = self.output
         return predictions(
-            values, self.labels, count, self.output.thresholds, self.output.unsure
+            values, self.labels, count, output.thresholds, output.unsure, output.values
         )
 
     def check_itself(self, run: self_check.Run | None = None) -> bool | None:

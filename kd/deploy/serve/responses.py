@@ -25,6 +25,11 @@ Bands = tuple[tuple[float, float], ...]
 predicted class, or one per class if an image may have several labels. Empty: the export
 has no rule for `sure`.
 """
+Value = str | int | float | None
+Values = Mapping[str, Mapping[str, Value]]
+"""The values of each label by column, from `kd-export --values`. Empty: the export has
+none.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class Label:
     label: str
     score: float  # its probability
     sure: bool | None = None  # None: the export has no rule for `sure`
+    # by column of `kd-export --values`; None: the export has none
+    values: dict[str, Value] | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +58,16 @@ class Answer:
     labels: tuple[Label, ...] | None = None
     # float32 [D], length 1
     embedding: np.ndarray | None = field(default=None, compare=False)
+    values: dict[str, Value] | None = field(default=None, hash=False)  # of `label`
 
     @staticmethod
     def of(row: dict[str, Any]) -> "Answer":
-        values = dict(row)
+        fields = dict(row)
         for key in {"top", "labels"} & row.keys():
-            values[key] = tuple(Label(**label) for label in row[key])
+            fields[key] = tuple(Label(**label) for label in row[key])
         if "embedding" in row:
-            values["embedding"] = np.array(row["embedding"], np.float32)
-        return Answer(**values)
+            fields["embedding"] = np.array(row["embedding"], np.float32)
+        return Answer(**fields)
 
 
 def negotiate(accept: str) -> str:
@@ -111,6 +119,7 @@ def predictions(
     top: int,
     thresholds: Sequence[float] = (),
     unsure: Bands = (),
+    values: Values | None = None,
 ) -> list[dict]:
     """Return each image's best label, its score and its `top` best labels.
 
@@ -118,15 +127,17 @@ def predictions(
 
     With thresholds an image may have several labels or none: `labels`, a list of those
     above their threshold, replaces the best label. With `unsure` a prediction has
-    `sure`: see `mark`.
+    `sure`: see `mark`. With `values` each entry with a label has that label's.
     """
     scores = independent_probabilities(logits) if thresholds else probabilities(logits)
     answers = []
     for row in scores:
-        best = _ranked(row, labels, top)
+        best = _ranked(row, labels, top, values)
         if thresholds:
             above = row > np.asarray(thresholds)
-            present = _ranked(np.where(above, row, -1), labels, int(above.sum()))
+            present = _ranked(
+                np.where(above, row, -1), labels, int(above.sum()), values
+            )
             answers.append({"labels": present, "top": best})
         else:
             answers.append({**best[0], "top": best})
@@ -175,13 +186,27 @@ def mark(
 
 
 def _ranked(
-    scores: np.ndarray, labels: Sequence[str], count: int
+    scores: np.ndarray, labels: Sequence[str], count: int, values: Values | None
 ) -> list[dict[str, Any]]:
     """Return the `count` labels with the highest scores [C], best first."""
     order = np.argsort(-scores, kind="stable")[:count]
-    return [
+    entries: list[dict[str, Any]] = [
         {"label": labels[i], "score": round(float(scores[i]), DIGITS)} for i in order
     ]
+    if values:
+        for entry in entries:
+            entry["values"] = dict(values[entry["label"]])
+    return entries
+
+
+def label_cells(entry: Mapping[str, Any]) -> list[Value]:
+    """Return a label's cells of a CSV row: label, score, and its values."""
+    return [entry["label"], entry["score"], *entry.get("values", {}).values()]
+
+
+def text_cell(value: Value) -> Value:
+    """Return a value for a CSV cell, where no text is run as a formula."""
+    return table_cell(value) if isinstance(value, str) else value
 
 
 def embeddings(vectors: np.ndarray) -> list[dict]:
@@ -193,9 +218,10 @@ def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes
     """Write one prediction per image: JSON, or CSV without a header.
 
     A row of CSV is label, score, label, score, ..., best first (or those above their
-    threshold, for several labels per image); or the embedding. Then `true` or `false`
-    if the export has a rule for `sure`; then `first` or `second` if there are two
-    models. A label that a spreadsheet would run as a formula becomes 'LABEL.
+    threshold, for several labels per image); or the embedding. A label's values follow
+    its score. Then `true` or `false` if the export has a rule for `sure`; then `first`
+    or `second` if there are two models. A text that a spreadsheet would run as a
+    formula becomes 'TEXT.
     """
     if kind == JSON:
         content = {"predictions": answers, "model": model, "version": version}
@@ -205,7 +231,7 @@ def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes
     for answer in answers:
         cells = []
         for entry in answer.get("labels", answer.get("top", ())):
-            cells += [table_cell(entry["label"]), entry["score"]]
+            cells += map(text_cell, label_cells(entry))
         cells += [str(answer[key]).lower() for key in ("sure", MODEL) if key in answer]
         writer.writerow(answer.get("embedding", cells))
     return table.getvalue().encode()

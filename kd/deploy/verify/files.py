@@ -132,10 +132,11 @@ def check_weights(claims: Claims, task: Task) -> Classifier | None:
     with safe_open(file, "pt") as header:
         claimed[file.name] = header.metadata()
     exported = claimed["chain"]["student"]["exported"]
-    # of a module that a Network wraps
-    digest = tensors_digest({f"inner.{key}": tensors[key] for key in tensors})
-    if exported != digest:
-        digest = tensors_digest(tensors)
+    # of a module that a Network wraps, of a model of transformers, or as it is
+    for prefix in ("inner.", "model.", ""):
+        digest = tensors_digest({prefix + key: tensors[key] for key in tensors})
+        if exported == digest:
+            break
     version = digest[:DIGITS] + ("-index" if claimed["output"].get("space") else "")
     size = claimed["input"]["size"]
     layout = f"float32 [batch, {claimed['output']['width']}]"

@@ -31,6 +31,7 @@ class Facts:
     float32: Callable[[], bool] = lambda: False
     evaluate: int = 0  # steps between two evaluations; 0: unknown
     checkpoint: int = 0
+    epoch: int = 0  # steps of an epoch; 0: unknown
 
     @property
     def share(self) -> int:
@@ -86,6 +87,16 @@ class Evidence:
 
     def steps(self, rank: int = 0) -> int:
         return sum(row["steps"] for row in self.steady(rank))
+
+    def latest_steps(self) -> list[dict[str, float]]:
+        """Return each steady step of rank 0's last start, ms by span."""
+        rows = next((rows for rows in reversed(self.starts()) if rows), [])
+        return [
+            {name: values[i] for name, values in row["each_ms"].items()}
+            for row in rows
+            if "each_ms" in row and row["clock"] != "tracing"
+            for i in range(row["steps"])
+        ]
 
     def step(self, rank: int = 0) -> dict[str, float]:
         rows = self.steady(rank)

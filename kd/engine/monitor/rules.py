@@ -6,13 +6,15 @@ and a value to try.
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kd.core.recommended import stored_views
+from kd.core.text import format_seconds
 from kd.core.types import Loading
 from kd.engine.monitor.evidence import Evidence, Facts, Finding, Row
-from kd.engine.monitor.timeline import share_of, summed
+from kd.engine.monitor.recurrence import SLOW, recurrence
+from kd.engine.monitor.timeline import APART, share_of, summed
 
 MIN_STEPS = 20  # steady steps before rules apply: one log window by default
 DATA_WAIT = 0.10
@@ -56,6 +58,10 @@ IMBALANCE = 1.2
 APART_MOST = {"evaluation": 0.25, "checkpoint": 0.1}
 """Largest shares of the time after the set-up. Half as many evaluations or checkpoints
 are seldom missed.
+"""
+SCORING = 0.01
+"""Share of the excess of slow steps above which they score images for a sifter. Other
+sifting takes microseconds; scoring is a forward pass of teacher and student.
 """
 PROFILED = 6  # steps of an advised profile
 SERIOUS = 0.20
@@ -181,18 +187,16 @@ def io_bottleneck(evidence: Evidence) -> Finding | None:
     threshold = (
         f"{100 * DATA_WAIT:.0f} % of a step, {100 * READING:.0f} % of the loading"
     )
-    advice = Advice(
-        "data.workers",
-        2 * max(1, facts.workers),
-        "more images are then read at the same time.",
-    )
+    return _finding("IOBottleneck", wait.share, text, threshold, _read_ahead(facts))
+
+
+def _read_ahead(facts: Facts) -> Advice:
+    """Return what shortens a wait for bytes."""
     if facts.new_store:
-        advice = Advice(
-            "data.store",
-            facts.new_store,
-            "each image is then read once, in the first epoch.",
-        )
-    return _finding("IOBottleneck", wait.share, text, threshold, advice)
+        effect = "each image is then read once, in the first epoch."
+        return Advice("data.store", facts.new_store, effect)
+    effect = "more images are then read at the same time."
+    return Advice("data.workers", 2 * max(1, facts.workers), effect)
 
 
 def cpu_bottleneck(evidence: Evidence) -> Finding | None:
@@ -369,10 +373,7 @@ def time_share(evidence: Evidence) -> Finding | None:
     ]
     times = summed([row.get("device_ms", row["ms"]) for row in rows])
     steps = sum(row["steps"] for row in rows)
-    for name, key, every in (
-        ("evaluation", "run.every.evaluate", evidence.facts.evaluate),
-        ("checkpoint", "run.every.checkpoint", evidence.facts.checkpoint),
-    ):
+    for name, key, every in _schedules(evidence.facts):
         share = share_of(times, name)
         threshold = APART_MOST[name]
         # the last one always happens
@@ -382,7 +383,12 @@ def time_share(evidence: Evidence) -> Finding | None:
         goal = threshold / 2
         value = every * math.ceil(ratio * (1 - goal) / goal)
         effect = f"there is then one in {value} steps instead of {every}."
-        text = f"{name} takes {100 * share:.0f} % of the time"
+        usual_ms = sum(ms for span, ms in times.items() if span not in APART) / steps
+        slow_ms = usual_ms + times[name] * every / steps
+        text = (
+            f"{name} takes {100 * share:.0f} % of the time; with it"
+            f" {_alternation(every, slow_ms, usual_ms)}"
+        )
         return _finding(
             "TimeShare",
             share - goal,
@@ -391,6 +397,76 @@ def time_share(evidence: Evidence) -> Finding | None:
             Advice(key, value, effect),
         )
     return None
+
+
+def _schedules(facts: Facts) -> tuple[tuple[str, str, int], ...]:
+    """Return span, key and interval in steps (0: unknown) of what recurs by plan."""
+    return (
+        ("evaluation", "run.every.evaluate", facts.evaluate),
+        ("checkpoint", "run.every.checkpoint", facts.checkpoint),
+    )
+
+
+def recurring_steps(evidence: Evidence) -> Finding | None:
+    """Find steps that are slow at a regular interval, and what alternates with them."""
+    steps = evidence.latest_steps()
+    inside = [
+        {name: ms for name, ms in step.items() if name not in APART} for step in steps
+    ]
+    pattern = recurrence([sum(step.values()) for step in inside])
+    if pattern is None or pattern.share < DATA_WAIT:
+        return None
+    excess = pattern.excess(inside)
+    # a sifter scores the images of several steps at a time
+    if excess.get("sifting", 0.0) > SCORING * (pattern.slow_ms - pattern.usual_ms):
+        return None
+    span = max(excess, key=lambda name: excess[name])
+    events = [
+        name
+        for name in APART_MOST
+        if pattern.follows([step.get(name, 0.0) > 0 for step in steps])
+    ]
+    last_slow = evidence.steady()[-1]["step"] - pattern.since(len(steps))
+    epoch = evidence.facts.epoch
+    if epoch > 1 and pattern.period % epoch == 0 == (last_slow - 1) % epoch:
+        events.append("start of an epoch")
+    lengths_text = _alternation(pattern.period, pattern.slow_ms, pattern.usual_ms)
+    text = f"{lengths_text}; the slow ones {_cause(span, evidence)}"
+    if events:
+        text += f", after the {' and '.join(events)}"
+    threshold = f"{SLOW:g} times the others, {100 * DATA_WAIT:.0f} % of the time"
+    advice = _against_slow_steps(
+        span, events, pattern.period, last_slow, evidence.facts
+    )
+    return _finding("RecurringSteps", pattern.share, text, threshold, advice)
+
+
+def _alternation(period: int, slow_ms: float, usual_ms: float) -> str:
+    slow, usual = (format_seconds(ms / 1000) for ms in (slow_ms, usual_ms))
+    return f"one step in {period} takes {slow}, the others {usual}"
+
+
+def _cause(span: str, evidence: Evidence) -> str:
+    """Return what the slow steps do longer than the others."""
+    loading = evidence.loading()
+    if span != "data":
+        return f"spend the difference in {span}"
+    if not loading.seconds:  # other hosts load
+        return "wait for data"
+    reads = loading.busy < (1 - READING) * loading.seconds
+    return f"wait for data: {'storage' if reads else 'decoding and augmenting'}"
+
+
+def _against_slow_steps(
+    span: str, events: Sequence[str], period: int, last_slow: int, facts: Facts
+) -> Advice:
+    if span == "data":
+        return _read_ahead(facts)
+    for name, key, every in _schedules(facts):
+        if name in events and period == every:
+            return Advice(key, 2 * every, f"half as many steps then follow the {name}.")
+    effect = "the trace shows a usual step and a slow one."
+    return Advice("profile.steps", [last_slow - 1, last_slow], effect)
 
 
 RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
@@ -402,4 +478,5 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     load_balancing,
     dataloader,
     time_share,
+    recurring_steps,
 )

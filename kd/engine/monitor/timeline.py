@@ -284,6 +284,10 @@ class Timeline:
         finished = self._finished_times(steps)
         if finished:
             row |= describe_steps(finished, last - len(finished) + 1)
+        if kind == "steady":
+            row["each_ms"] = columns(
+                [self._times(step) for step in steps if step.finished]
+            )
         regions = summed([step.regions for step in steps])
         if regions:
             row["regions"] = rounded(regions)
@@ -309,6 +313,12 @@ def summed(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the sums by name."""
     names = dict.fromkeys(chain(*rows))
     return {name: sum(row.get(name, 0.0) for row in rows) for name in names}
+
+
+def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return the milliseconds of each step by span, with two decimals."""
+    names = dict.fromkeys(chain(*rows))
+    return {name: [round(row.get(name, 0.0), 2) for row in rows] for name in names}
 
 
 def share_of(times: Mapping[str, float], *names: str) -> float:

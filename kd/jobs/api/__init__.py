@@ -1,12 +1,12 @@
 """Run the same engine from Python.
 
-`kd.train` takes a configuration, `kd.distill` modules and datasets of your own.
+`kd.train` takes a configuration, `kd.distill` modules and datasets of your own,
+`kd.Distiller` the batches of your own loop.
 """
 
 import copy
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,11 +31,13 @@ from kd.engine.run import Run
 from kd.files.run_dir import Memory, RunDir
 from kd.jobs.api.arguments import (
     Arguments,
+    Losses,
     batch_size_of,
     criterion_fingerprint,
     examine_models,
     map_style,
     name_arguments,
+    preserve_random_state,
     training_labels,
     translate_config_keys,
 )
@@ -70,28 +72,15 @@ def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Re
     return Result.of(train_job(config.load(values, overrides)))
 
 
-@contextmanager
-def _preserve_random_state() -> Iterator[None]:
-    """Give torch's and Python's global generators their state again at the end."""
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            yield
-    finally:
-        random.setstate(state)
-
-
 @name_arguments()
-@_preserve_random_state()
+@preserve_random_state()
 def distill(
     *,
     teacher: nn.Module | Sequence[nn.Module],
     student: nn.Module,
     train: Any,
     val: Any,
-    losses: (
-        str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Criterion
-    ) = "kl",
+    losses: Losses = "kl",
     sifter: str | Mapping[str, Any] | Sifter = "none",
     epochs: int | str = 10,
     steps: int = 0,
@@ -255,7 +244,7 @@ def _assemble_run(
     labels = arguments.labels
     images = images.to(world.device)
     (student, *teachers), num_classes = examine_models(
-        arguments, images, batch_size // world.world_size, world.device
+        arguments, images, batch_size // world.world_size
     )
     classes = arguments.classes(num_classes)
     train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
@@ -348,6 +337,7 @@ def _record_run(
         task=recipe.task.name,
         scores=scores.record(),
         batch=str(recipe.data.batch_size),
+        lr=recipe.lr,
         batch_size=recipe.data.batch_size,
         backend=world.kind,
         world_size=world.world_size,

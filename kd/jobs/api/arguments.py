@@ -1,6 +1,7 @@
 """Check the arguments of `kd.distill` before anything runs; errors use their names."""
 
 import hashlib
+import random
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,8 +44,13 @@ ARGUMENT_NAMES = (
     (r"\b(losses\[\d+\]|sifter|backend)\.kind\b", r"\1"),
     (r"\b(losses\[\d*\]|sifter|backend|optimizer)\.(\w+)", r"\1['\2']"),
     (r"\blabels=(\w+)", r"labels='\1'"),
+    (r"\bteacher\.precision=fp32\b", "teacher=teacher.float()"),
+    (r"\bteacher\.cache\.path\b", "cache"),
+    (r"\bteacher\.cache\.(\w+)", r"cache['\1']"),
 )
-"""Maps configuration keys to arguments of `kd.distill`."""
+"""Maps configuration keys to arguments of `kd.distill` and `kd.Distiller`."""
+Losses = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Criterion
+"""Terms by name, as sections of a configuration, or built."""
 
 
 @contextmanager
@@ -56,6 +62,17 @@ def name_arguments() -> Iterator[None]:
         raise _translate_error(error).with_traceback(
             error.__traceback__
         ) from error.__cause__
+
+
+@contextmanager
+def preserve_random_state() -> Iterator[None]:
+    """Give torch's and Python's global generators their state again at the end."""
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(state)
 
 
 def _translate_error(error: KdError) -> KdError:
@@ -80,7 +97,7 @@ class Arguments:
     student: nn.Module
     train: Any
     val: Any
-    losses: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Criterion
+    losses: Losses
     sifter: str | Mapping[str, Any] | Sifter
     labels: str  # one of `LABELS`
     workers: int
@@ -102,13 +119,7 @@ class Arguments:
                     "An nn.Module",
                     "Build the model first; kd.train takes its name",
                 )
-        if not self.teachers:
-            raise ConfigError(
-                "teacher",
-                "is an empty list",
-                "One module, or several",
-                "Pass a teacher",
-            )
+        require_teachers(self.teachers)
         _require_trainable(self.student)
         if self.labels == "none" and isinstance(self.losses, Criterion):
             _require_unlabelled(self.losses)
@@ -128,10 +139,7 @@ class Arguments:
     @property
     def models(self) -> dict[str, nn.Module]:
         """Student and teachers by argument name."""
-        if len(self.teachers) == 1:
-            return {"student": self.student, "teacher": self.teachers[0]}
-        teachers = {f"teacher[{i}]": model for i, model in enumerate(self.teachers)}
-        return {"student": self.student, **teachers}
+        return {"student": self.student, **by_argument(self.teachers)}
 
     def recipe(
         self, image: Tensor, batch_size: int, **sections: Mapping[str, Any]
@@ -140,23 +148,7 @@ class Arguments:
 
         `sections`: keys of `run`, `optimizer` and `backend`.
         """
-        losses: Any = self.losses
-        if isinstance(losses, Criterion):
-            # one of kd's losses that reads logits in the same way
-            reads_sets = any(term.facts.logits == "sigmoid" for term in losses.all)
-            losses = "binary_kl" if reads_sets else "kl"
-        if isinstance(losses, str) or not isinstance(losses, Sequence):
-            losses = [losses]
-        label_sets = self.labels == "sets"
-        data = {
-            "kind": MAP_DATASET,
-            "images": image_text(image),
-            "label": "set" if label_sets else "class",
-            "labels": "all" if label_sets else self.labels,
-            "batch_size": batch_size,
-        }
-        if image.ndim == 3:
-            data["image_size"] = max(8, *image.shape[1:])
+        data = {**data_section(image, self.labels), "batch_size": batch_size}
         teachers = " + ".join(type(model).__qualname__ for model in self.teachers)
         is_object = hasattr(self.sifter, "plan")
         settings = config.load(
@@ -165,7 +157,7 @@ class Arguments:
                 "data": data,
                 "teacher": {"kind": "torch", "model": teachers},
                 "student": {"kind": "torch", "model": type(self.student).__qualname__},
-                "losses": [_as_section(term) for term in losses],
+                "losses": loss_sections(self.losses),
                 "sifter": {} if is_object else _as_section(self.sifter),
                 "optimizer": _as_section(sections["optimizer"]),
                 "backend": _as_section(sections["backend"]),
@@ -250,6 +242,44 @@ class Arguments:
             evaluation_plan(size, size), 0
         )
         return next(batches).image
+
+
+def require_teachers(teachers: Sequence[Any]) -> None:
+    """Require one teacher or more."""
+    if not teachers:
+        allowed = "One module, or several"
+        raise ConfigError("teacher", "is an empty list", allowed, "Pass a teacher")
+
+
+def by_argument(teachers: Sequence[Any]) -> dict[str, Any]:
+    """Return teachers by argument name."""
+    if len(teachers) == 1:
+        return {"teacher": teachers[0]}
+    return {f"teacher[{i}]": model for i, model in enumerate(teachers)}
+
+
+def loss_sections(losses: Losses) -> list[Any]:
+    """Return the `losses` section; of a Criterion, one that reads logits alike."""
+    if isinstance(losses, Criterion):
+        reads_sets = any(term.facts.logits == "sigmoid" for term in losses.all)
+        return [_as_section("binary_kl" if reads_sets else "kl")]
+    if isinstance(losses, str) or not isinstance(losses, Sequence):
+        return [_as_section(losses)]
+    return [_as_section(term) for term in losses]
+
+
+def data_section(image: Tensor, labels: str) -> dict[str, Any]:
+    """Return the `data` section for images like this one, with labels of `LABELS`."""
+    label_sets = labels == "sets"
+    section: dict[str, Any] = {
+        "kind": MAP_DATASET,
+        "images": image_text(image),
+        "label": "set" if label_sets else "class",
+        "labels": "all" if label_sets else labels,
+    }
+    if image.ndim == 3:
+        section["image_size"] = max(8, *image.shape[1:])
+    return section
 
 
 def criterion_fingerprint(criterion: Criterion) -> str:
@@ -344,7 +374,7 @@ def training_labels(items: Any, kind: str, num_classes: int) -> Tensor:
 
 
 def examine_models(
-    arguments: Arguments, images: Tensor, micro_batch: int, device: torch.device
+    arguments: Arguments, images: Tensor, micro_batch: int
 ) -> tuple[list[LogitsModel], int]:
     """Examine all models on images [N, ...], and return them, the student first.
 
@@ -355,18 +385,10 @@ def examine_models(
         for config_path, module in arguments.models.items()
     ]
     student, *teachers = models
-    counts: dict[str, int] = {}
-    for model in models:
-        model.to(device)
-        outputs = examine(
-            model,
-            model.config_path,
-            images,
-            True,
-            micro_batch if model is student else 0,
-            partial(_model_error, model.config_path, images),
-        )
-        counts[model.config_path] = outputs["logits"].shape[1]
+    counts = [
+        count_classes(model, images, micro_batch if model is student else 0)
+        for model in models
+    ]
     # the student itself as the teacher is its caller's choice
     other_teachers = {
         model.config_path: model
@@ -374,25 +396,46 @@ def examine_models(
         if model.network is not student.network
     }
     require_apart(student, other_teachers, "student")
-    for config_path, count in counts.items():
-        if count != counts["student"]:
-            wrong = f"returns {count} classes, the student {counts['student']}"
-            raise ConfigError(
-                config_path,
-                wrong,
-                "Both must be equal, in the same order",
-                "Change the last layer of one",
-            )
-    return models, counts["student"]
+    for model, count in zip(models, counts, strict=True):
+        require_classes(model.config_path, count, counts[0])
+    return models, counts[0]
 
 
-def _model_error(config_path: str, images: Tensor, error: Exception) -> ModelError:
+def count_classes(
+    model: LogitsModel,
+    images: Tensor,
+    micro_batch: int = 0,
+    source: str = "images of train",
+) -> int:
+    """Examine a model on images [N, ...] and return its number of classes.
+
+    It is moved to their device. `micro_batch`: see `examine`; `source` names the images
+    in an error.
+    """
+    model.to(images.device)
+    explain = partial(_model_error, model.config_path, images, source)
+    outputs = examine(model, model.config_path, images, True, micro_batch, explain)
+    return outputs["logits"].shape[1]
+
+
+def require_classes(config_path: str, count: int, student_classes: int) -> None:
+    """Require a model to have as many classes as the student."""
+    if count != student_classes:
+        wrong = f"returns {count} classes, the student {student_classes}"
+        allowed = "Both must be equal, in the same order"
+        remedy = "Change the last layer of one"
+        raise ConfigError(config_path, wrong, allowed, remedy)
+
+
+def _model_error(
+    config_path: str, images: Tensor, source: str, error: Exception
+) -> ModelError:
     remedy = "Resize in the transform, or in the module"
     if not images.is_floating_point():
         remedy = "End the transform in float pixels: image.float() / 255"
-    wrong = f"fails on images of train, {image_text(images[0])}: {error_summary(error)}"
+    wrong = f"fails on {source}, {image_text(images[0])}: {error_summary(error)}"
     return ModelError(
-        config_path, wrong, "Both models take the images of train as they are", remedy
+        config_path, wrong, f"Both models take {source} as they are", remedy
     )
 
 

@@ -1,7 +1,7 @@
 """Read rank and world size from the environment variables of the launcher.
 
-Supported: torchrun (and `accelerate launch` on GPUs, which sets the same variables),
-mpirun, and SageMaker.
+Supported: torchrun, Open MPI's mpirun, SageMaker, and `accelerate launch`, which runs
+torchrun for GPUs (`--multi_gpu`) and mpirun for CPUs (`--cpu --mpirun_hostfile`).
 """
 
 import json
@@ -81,7 +81,7 @@ def _read_sagemaker_hosts() -> Launch:
             "accelerate was to start several processes, and has started one without a"
             " rank"
         )
-        allowed = "On CPUs it starts several with --mpirun_hostfile alone"
+        allowed = "On CPUs it starts several with --mpirun_hostfile and Open MPI"
         remedy = (
             "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train"
             " CONFIG`, or --num_processes 1"

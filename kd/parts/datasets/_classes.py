@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
-from kd.core.text import class_order, nfc
-from kd.parts.datasets._columns import Categorical, first_few
+from kd.core.text import class_order, first_few, nfc
+from kd.parts.datasets._columns import Categorical
 
 # limit of numeric labels; a larger one is a date or an article number
 MOST_CLASSES = 1_000_000

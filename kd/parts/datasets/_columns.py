@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -75,8 +75,3 @@ class Categorical(NamedTuple):
             (code_of.setdefault(value, len(code_of)) for value in values), np.int32
         )
         return cls([*code_of], codes)
-
-
-def first_few(names: Sequence[str]) -> str:
-    """Return up to eight names in a line."""
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -11,6 +11,7 @@ import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.keys import Keys, ProperFraction, file_key, keys
+from kd.core.text import first_few
 from kd.files.folders import (
     ENDINGS,
     Walk,
@@ -19,7 +20,7 @@ from kd.files.folders import (
     folders_without_images,
     printable,
 )
-from kd.parts.datasets._columns import Categorical, first_few
+from kd.parts.datasets._columns import Categorical
 from kd.parts.datasets._files import Files, find_root, size_and_stamp
 from kd.parts.datasets._recognize import HELD_OUT, SPLITS
 from kd.parts.datasets._source import (

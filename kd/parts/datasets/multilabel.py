@@ -16,10 +16,10 @@ from typing import Any
 
 from kd.core.errors import DataError
 from kd.core.keys import Keys, ProperFraction, file_key, keys
-from kd.core.text import nfc
+from kd.core.text import first_few, nfc
 from kd.files.folders import ENDINGS
 from kd.files.tables import DELIMITERS, require_one_line
-from kd.parts.datasets._columns import Categorical, first_few
+from kd.parts.datasets._columns import Categorical
 from kd.parts.datasets._files import find_root
 from kd.parts.datasets._lists import ListRow, Lists, parse_table, read_list_file
 from kd.parts.datasets._recognize import recognize_tables

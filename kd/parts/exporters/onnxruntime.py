@@ -101,10 +101,10 @@ class ONNX(Exporter):
         onnx, model = _read_model(path)
         counts: Counter[str] = Counter()
         for array in model.graph.initializer:
-            name = onnx.TensorProto.DataType.Name(array.data_type).lower()
+            name = str(onnx.TensorProto.DataType.Name(array.data_type)).lower()
             # indices are no weights
             if len(array.dims) > 1 and name not in ("int64", "int32"):
-                counts[TYPES.get(name, name)] += math.prod(array.dims)
+                counts[TYPES.get(name) or name] += math.prod(array.dims)
         return counts
 
 

@@ -24,6 +24,7 @@ SIZES = ("do_resize", "do_center_crop", "do_pad", "do_thumbnail", "do_align_long
 """Switches of resizing and cropping, which kd does alike for every model."""
 KEYS = ("size", "crop_size", "crop_pct", "resample", "do_center_crop", "do_resize")
 SIDE = 32  # side of the noise image, pixels
+FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,16 @@ class Preparation:
     mean: tuple[float, ...]  # per channel, for pixels in 0..1
     std: tuple[float, ...]
     order: tuple[int, ...]  # the image channel at each position of the model's input
-    preprocessing: Preprocessing
+    preprocessing: Preprocessing | None = None
+
+
+IMAGENET = Preparation(0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), (0, 1, 2))
+"""ImageNet's mean and deviation, as timm has them, for weights that start at random."""
+
+
+def has_processor(model: str) -> bool:
+    """Return whether a folder says how pixels are normalized."""
+    return any((Path(model) / name).is_file() for name in FILES)
 
 
 def read_processor(spec: Spec, hub: Any) -> Any:
@@ -45,7 +55,7 @@ def read_processor(spec: Spec, hub: Any) -> Any:
     # transformers raises many types, all caused by the folder
     except Exception as error:
         reason = f"'{spec.model}' has no preprocessor_config.json"
-        for name in ("processor_config.json", "preprocessor_config.json"):
+        for name in FILES:
             if (Path(spec.model) / name).is_file():
                 reason = f"'{name}' of '{spec.model}' cannot be used"
         wrong = (

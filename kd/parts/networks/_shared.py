@@ -92,6 +92,14 @@ def read_names(path: str, config_path: str) -> list[str]:
     raise ModelError(config_path, wrong, allowed, "Correct the file")
 
 
+def refuse_classes(spec: Spec, **options: Any) -> None:
+    """Refuse options that set the classes of a student."""
+    for key, value in options.items():
+        if value and spec.config_path == "student":
+            wrong = "is set, but a student has the data's classes"
+            raise ModelError(f"{spec.config_path}.{key}", wrong, "", "Leave it out")
+
+
 class Binary(nn.Module):
     """Converts a single logit z, of the second class, to the two logits 0 and z.
 

@@ -1,4 +1,7 @@
-"""Load transformers models from a folder or the hub, as networks with one output."""
+"""Load transformers models from a folder, the hub or an architecture's name.
+
+Each becomes a network with one output.
+"""
 
 import logging
 import math
@@ -11,15 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.core.errors import ModelError, error_summary, import_optional
+from kd.core.errors import ModelError, did_you_mean, error_summary, import_optional
 from kd.core.types import Outputs
 from kd.models.checkpoints import require_no_adapter
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
-from kd.parts.networks._processor import Preparation, measure_processor, read_processor
+from kd.parts.networks._processor import (
+    IMAGENET,
+    Preparation,
+    has_processor,
+    measure_processor,
+    read_processor,
+)
 
+IMAGE_TOWERS = {"clip": "CLIPVisionModelWithProjection", "siglip": "SiglipVisionModel"}
 CLASSIFIER = "ForImageClassification"  # part of the name of a class with a classifier
 HEADS = ("classifier", "head", "fc")  # endings of the names of their last layers
+UNDECAYED = {"*_token", "*_tokens", "*position_*", "*.bias", "*layer_scale*"}
+"""Patterns of parameters without weight decay, beside vectors: those that timm's vision
+transformers exempt, under transformers' names.
+"""
 
 
 def library(config_path: str) -> Any:
@@ -45,6 +59,11 @@ def quiet(hub: Any) -> Iterator[None]:
 
 
 def _loading_error(spec: Spec, error: Exception) -> ModelError:
+    if spec.free_size and (spec.args or "/" not in spec.model):
+        wrong = f"'{spec.model}' cannot be built ({error_summary(error)})"
+        section = spec.config_path
+        remedy = f"Correct {section}.model or {section}.args"
+        return ModelError(f"{section}.args", wrong, f"Given: {spec.args}", remedy)
     wrong = f"'{spec.model}' cannot be loaded ({error_summary(error)})"
     allowed = (
         "A folder that save_pretrained wrote, or an id on the hub; weights as"
@@ -66,12 +85,31 @@ def read_config(spec: Spec, hub: Any) -> Any:
         remedy = "Leave it out; teacher.kind=torch runs a function of your own"
         raise ModelError(f"{spec.config_path}.args", wrong, allowed, remedy)
     require_no_adapter(f"{spec.config_path}.model", Path(spec.model))
+    named = _names_architecture(spec, hub)
     try:
         with quiet(hub):
-            config = hub.AutoConfig.from_pretrained(spec.model, **spec.args)
+            if named:
+                empty = hub.CONFIG_MAPPING[spec.model]
+                _, unknown = empty.from_dict({}, return_unused_kwargs=True, **spec.args)
+                config = empty(**spec.args)
+                config.architectures = []  # transformers reads it
+            else:
+                config, unknown = hub.AutoConfig.from_pretrained(
+                    spec.model,
+                    return_unused_kwargs=True,
+                    trust_remote_code=False,
+                    **spec.args,
+                )
     # transformers raises many types, all caused by the folder
     except Exception as error:
         raise _loading_error(spec, error) from error
+    for key in unknown:
+        wrong = f"has '{key}', which is no key of a {type(config).__name__}"
+        common = hub.PretrainedConfig().to_dict()
+        keys = sorted(type(config)().to_dict().keys() - common)
+        remedy = did_you_mean(key, keys) or "Leave it out"
+        allowed = f"Its keys: {', '.join(keys)}"
+        raise ModelError(f"{spec.config_path}.args", wrong, allowed, remedy)
     if config.model_type == "timm_wrapper":
         wrong = (
             f"'{spec.model}' wraps a network of timm"
@@ -86,6 +124,24 @@ def read_config(spec: Spec, hub: Any) -> Any:
     return config
 
 
+def _names_architecture(spec: Spec, hub: Any) -> bool:
+    """Return whether a model is the name of an architecture, which has no weights."""
+    path = Path(spec.model)
+    if path.exists() or "/" in spec.model:
+        return False
+    if spec.free_size and spec.model in hub.CONFIG_MAPPING:
+        return True
+    config_path = f"{spec.config_path}.model"
+    allowed = "A folder that save_pretrained wrote, or a hub id owner/name"
+    if spec.model in hub.CONFIG_MAPPING:
+        wrong = f"'{spec.model}' is an architecture, which has no weights"
+        raise ModelError(config_path, wrong, allowed, "Name weights of it")
+    if spec.free_size:
+        allowed += ", or an architecture of transformers, such as vit"
+    remedy = did_you_mean(spec.model, hub.CONFIG_MAPPING) or "Correct the name"
+    raise ModelError(config_path, f"no model '{spec.model}'", allowed, remedy)
+
+
 def vision_config(config: Any) -> Any:
     """Return the configuration of the image tower, with the projection's width."""
     vision = getattr(config, "vision_config", config)
@@ -97,10 +153,20 @@ def vision_config(config: Any) -> Any:
 def preprocessing(
     spec: Spec, hub: Any, config: Any, image_size: int
 ) -> tuple[dict[str, Any], Preparation]:
-    """Return `input_size`, `mean` and `std` for a Classifier, and the preparation."""
-    with quiet(hub):
-        preparation = measure_processor(spec, read_processor(spec, hub))
-    size = preparation.size or getattr(vision_config(config), "image_size", None)
+    """Return `input_size`, `mean` and `std` for a Classifier, and the preparation.
+
+    A network with random weights takes ImageNet's mean and deviation where no processor
+    has others.
+    """
+    preparation = IMAGENET
+    if not spec.free_size or has_processor(spec.model):
+        with quiet(hub):
+            preparation = measure_processor(spec, read_processor(spec, hub))
+    size = getattr(vision_config(config), "image_size", None)
+    if spec.free_size:
+        size = max(size) if isinstance(size, (list, tuple)) else size
+    elif spec.exact_head or "image_size" not in spec.args:
+        size = preparation.size or size
     arguments = {
         "input_size": size if isinstance(size, int) else image_size,
         "mean": preparation.mean,
@@ -109,11 +175,30 @@ def preprocessing(
     return arguments, preparation
 
 
+def classifiers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's classifiers by name; a distilled one has two."""
+    return {
+        name: layer
+        for name, layer in model.named_children()
+        if name.endswith(HEADS) and [*layer.parameters()]
+    }
+
+
+def last_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model's classifiers that compute logits."""
+    return [
+        [layer for layer in head.modules() if hasattr(layer, "weight")][-1]
+        for head in classifiers(model).values()
+    ]
+
+
 def load_model(spec: Spec, hub: Any, class_name: str, config: Any) -> nn.Module:
     """Return a model with all of its weights, in eval mode.
 
-    Its weights are not read where another rank has them: `spec.pretrained` is False.
+    Its weights are not read where another rank has them: `spec.pretrained` is False. A
+    student may lack those of classifier and pooler, which start at random.
     """
+    is_student = spec.config_path == "student"
     model_class: Any = getattr(hub, class_name)
     try:
         with quiet(hub):
@@ -124,19 +209,24 @@ def load_model(spec: Spec, hub: Any, class_name: str, config: Any) -> nn.Module:
                 spec.model,
                 config=config,
                 use_safetensors=True,
+                ignore_mismatched_sizes=is_student,
                 output_loading_info=True,
                 dtype=torch.float32,
             )
     # transformers raises many types, all caused by the folder
     except Exception as error:
         raise _loading_error(spec, error) from error
+    mismatched = [
+        str(key[0] if isinstance(key, tuple) else key)
+        for key in report["mismatched_keys"]
+    ]
     missing_keys = report["missing_keys"]
     pooler_keys = [key for key in missing_keys if key.startswith("pooler.")]
     lacking = sorted(key for key in missing_keys if key not in pooler_keys)
-    lacking += sorted(
-        str(key[0] if isinstance(key, tuple) else key)
-        for key in report["mismatched_keys"]
-    )
+    lacking += sorted(mismatched)
+    if is_student:
+        new = tuple(f"{name}." for name in classifiers(model))
+        lacking = [key for key in lacking if not key.startswith(new)]
     if lacking:
         wrong = (
             f"'{spec.model}' lacks {len(lacking)} weights of a"
@@ -146,7 +236,7 @@ def load_model(spec: Spec, hub: Any, class_name: str, config: Any) -> nn.Module:
         raise ModelError(
             f"{spec.config_path}.model", wrong, "They would be random", remedy
         )
-    if pooler_keys:
+    if pooler_keys and not is_student:
         model.pooler = None  # its weights would be random
     return model.eval()
 
@@ -207,6 +297,20 @@ class Tower(nn.Module):
             features["tokens"] = last[:, -self._patch_count(last, pixels) :]
         return Outputs(logits_BC, features)
 
+    @property
+    def inner(self) -> nn.Module:
+        """The model whose weights an export has under transformers' names.
+
+        It is the tower itself where logits are selected: they are more than the model.
+        """
+        return self.model if isinstance(self.pick, nn.Identity) else self
+
+    def no_weight_decay(self) -> set[str]:
+        return UNDECAYED
+
+    def get_classifier(self) -> list[nn.Module]:
+        return last_layers(self.model) if self._classifies else []
+
     def _logits(self, output: Any) -> Tensor:  # another name in PP-LCNet
         return self.pick(
             output.logits if hasattr(output, "logits") else output.last_hidden_state
@@ -225,11 +329,7 @@ class Tower(nn.Module):
     def _classified(self, pixels: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Return logits, the mean input of the classifiers, and the last maps."""
         inner: Any = self.model
-        heads = [
-            layer
-            for name, layer in inner.named_children()
-            if name.endswith(HEADS) and [*layer.parameters()]
-        ]
+        heads = [*classifiers(inner).values()]
         head_inputs: list[Tensor] = []
         outputs: list[Any] = []
         hooks = [
@@ -288,8 +388,8 @@ class Tower(nn.Module):
         return min((height // self.patch) * (width // self.patch), square)
 
 
-class TowerTeacher(Classifier):
-    """A transformers model with its preprocessing.
+class TowerClassifier(Classifier):
+    """A transformers model with its preprocessing, a teacher or a student.
 
     See `kd.core.contracts.TeacherModel`.
     """
@@ -300,3 +400,13 @@ class TowerTeacher(Classifier):
         if not self.features:
             return super().outputs(pixels)
         return self.network.with_features(pixels, self.features)
+
+    @property
+    def num_features(self) -> int:
+        width = super().num_features
+        if width or self.num_classes:
+            return width
+        weight = next(self.network.parameters())
+        with torch.no_grad():
+            pixels = weight.new_zeros(1, 3, self.input_size, self.input_size)
+            return self.network(pixels).shape[1]

@@ -23,7 +23,12 @@ from kd.core.errors import ModelError
 from kd.core.keys import Keys, file_key, keys
 from kd.core.text import nfc
 from kd.core.types import Outputs
-from kd.models.answer_table import AnswerTable, read_answers, strip_common_folder
+from kd.models.answer_table import (
+    AnswerTable,
+    augmentations,
+    read_answers,
+    strip_common_folder,
+)
 from kd.models.spec import DatasetSpec, Spec
 from kd.parts.networks._shared import (
     columns,
@@ -207,11 +212,7 @@ def _require_logits(
 
 def _augmentation_notes(table: AnswerTable, images: DatasetSpec) -> tuple[str, ...]:
     """Return a note if the student sees other views than the whole images."""
-    transform = images.transform
-    plain = {"crop": 1.0, "flip": 0.0, "jitter": 0.0, "policy": ""}
-    changes = [
-        f"{key} {transform[key]}" for key in plain if transform[key] != plain[key]
-    ]
+    changes = augmentations(images.transform)
     if table.made_for or not changes:
         return ()
     note = (

@@ -13,9 +13,9 @@ from kd.core.keys import Keys, file_key, keys
 from kd.models.classifier import REORDERED, Classifier
 from kd.models.load_classifier import load
 from kd.models.spec import Spec
-from kd.parts.networks._shared import columns, select_classes
+from kd.parts.networks._shared import columns, refuse_classes, select_classes
 
-facts = NetworkFacts(trains=True)
+facts = NetworkFacts(trains=True, weights=True)
 
 
 @keys
@@ -35,9 +35,7 @@ def build(
 ) -> Classifier:
     """Load the classifier, keeping only the last layer's rows of the data's classes."""
     config_path = f"{spec.config_path}.classes"
-    if options.classes and spec.config_path == "student":
-        wrong = "is set, but a student has the data's classes"
-        raise ModelError(config_path, wrong, "", "Leave it out")
+    refuse_classes(spec, classes=options.classes)
     if not (options.classes and spec.logits and spec.exact_head):
         return load(spec, image_size, features)
     model = load(replace(spec, classes=None), image_size, features)

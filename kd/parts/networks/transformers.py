@@ -1,17 +1,24 @@
-"""A transformers model by folder or hub id: a classifier, a backbone, or the image
-tower of CLIP and SigLIP.
+"""A transformers model by folder, hub id or architecture: a classifier, a backbone, or
+the image tower of CLIP and SigLIP.
+
+An architecture, such as `vit`, is for a student that starts from random weights.
 """
 
+import copy
 from collections.abc import Collection
 from typing import Any
 
 from kd.core.errors import ModelError
+from kd.core.facts import NetworkFacts
 from kd.core.keys import Keys, file_key, keys
 from kd.models.spec import Spec
+from kd.parts.networks import _hub_student as students
 from kd.parts.networks import _towers as towers
-from kd.parts.networks._shared import select_classes
+from kd.parts.networks._shared import refuse_classes, select_classes
 
-IMAGE_TOWERS = {"clip": "CLIPVisionModelWithProjection", "siglip": "SiglipVisionModel"}
+facts = NetworkFacts(trains=True, weights=True)
+
+AUTO_CLASSIFIER = "AutoModelForImageClassification"
 NO_IDENTITY = (
     "_name_or_path",
     "transformers_version",
@@ -38,28 +45,43 @@ class Options(Keys):
 
 def build(
     options: Options, spec: Spec, image_size: int, features: Collection[str]
-) -> towers.TowerTeacher:
-    """Load the model with its own normalization and input size."""
+) -> towers.TowerClassifier:
+    """Load the model with its own normalization and input size.
+
+    A student gets the data's classes, and from scratch the data's size.
+    """
+    refuse_classes(spec, classes=options.classes)
     hub = towers.library(spec.config_path)
     config = towers.read_config(spec, hub)
+    stored = copy.deepcopy(config)
+    is_student = spec.config_path == "student"
+    if is_student:
+        students.adapt(spec, hub, config, image_size)
     arguments, preparation = towers.preprocessing(spec, hub, config, image_size)
     vision = towers.vision_config(config)
     names: tuple[str, ...] = ()
     pick = None
-    if spec.logits:
+    notes: tuple[str, ...] = ()
+    if spec.logits and is_student:
+        model = towers.load_model(spec, hub, AUTO_CLASSIFIER, config)
+        names = tuple(spec.classes or ())
+        if spec.pretrained:
+            notes = students.settle_head(spec, model, stored)
+    elif spec.logits:
         model_names = _class_names(spec, config)
-        model = towers.load_model(spec, hub, "AutoModelForImageClassification", config)
+        model = towers.load_model(spec, hub, AUTO_CLASSIFIER, config)
         names, pick = select_classes(
             spec, len(config.id2label), model_names, options.classes
         )
-    elif config.model_type in IMAGE_TOWERS:
-        model = towers.load_model(spec, hub, IMAGE_TOWERS[config.model_type], vision)
+    elif config.model_type in towers.IMAGE_TOWERS:
+        class_name = towers.IMAGE_TOWERS[config.model_type]
+        model = towers.load_model(spec, hub, class_name, vision)
     else:
         model = towers.load_model(spec, hub, "AutoModel", config)
     patch = getattr(vision, "patch_size", 0)
     if not isinstance(patch, int):
         patch = 0
-    teacher = towers.TowerTeacher(
+    network = towers.TowerClassifier(
         towers.Tower(model, preparation.order, patch, pick),
         num_classes=len(names),
         classes=names,
@@ -70,8 +92,9 @@ def build(
         },
         **arguments,
     )
-    teacher.preprocessing = preparation.preprocessing
-    return teacher
+    network.preprocessing = preparation.preprocessing
+    network.notes = notes
+    return network
 
 
 def _class_names(spec: Spec, config: Any) -> list[str]:

@@ -1,20 +1,25 @@
 """Draw charts by Vega-Lite as SVG.
 
-The kinds are lines over a quantity, stacked bars, and points with numbers. A function
-of each returns a `Chart`: a specification of Vega-Lite, which `svg` draws, and its
-numbers as a table. A further kind, such as a heat map, is a further specification
+The kinds are lines over a quantity, stacked bars, points with numbers, and heat maps. A
+function of each returns a `Chart`: a specification of Vega-Lite, which `svg` draws, and
+its numbers as a table. A further kind is a further specification
 (https://vega.github.io/vega-lite/docs/). A page sets the colours by CSS variables
 (`PAGE`), so that one drawing serves light and dark screens; a file has them in it
 (`FILE`).
 """
 
+import base64
+import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import vl_convert
 from markupsafe import Markup
+from PIL import Image
 
 from kd.core.text import format_number
 
@@ -25,6 +30,12 @@ FEW = 12  # most points of a line that are marked: with more the marks touch
 LETTER = 7  # width of a letter in a legend, pixels
 SYMBOL = 46  # width of what stands around a name in a legend, pixels
 DIGITS = 4  # of the numbers in a table
+HEAT = (47, 111, 222)  # red, green, blue of a heat map, over light and dark grounds
+FAINTEST = 0.1  # opacity of a cell of 0 %: a cell without a value has none
+ROW = 16  # pixels of a heat map's row, as of a line of small text
+LABELS = 8  # most numbers beside the rows
+MOST_ROWS = 384  # of all its rows together: two for each of 192 cores
+BELOW = 52  # of the axis below them
 DASHES = [2, 4]  # pixels drawn and left out of a level's line
 SHARE = "format(datum.value * 100, '~g') + ' %'"
 """The labels of an axis of shares."""
@@ -82,6 +93,7 @@ class Axis:
     unit: str = ""  # "%": shares of 1
     zero: bool = False  # whether it begins at 0
     log: bool = False
+    end: float | None = None  # where it ends, if not at the last value; it begins at 0
 
     def spec(self, field: str, grid: bool) -> Spec:
         """Return the encoding of a field; an axis with a grid ends at round numbers."""
@@ -89,6 +101,8 @@ class Axis:
         if self.unit == "%":
             axis["labelExpr"] = SHARE
         scale: Spec = {"zero": self.zero, "nice": grid and not self.log}
+        if self.end is not None:
+            scale["domain"] = [0, self.end]
         if self.log:
             scale |= {"type": "log", "padding": BESIDE}
         return {
@@ -224,6 +238,68 @@ def stack(
         },
     }
     return Chart(spec, _rows(series, x_axis, y_axis, ()))
+
+
+def heat(shares_RC: np.ndarray, name: str, width: int, x_axis: Axis) -> Chart:
+    """Draw shares as the opacity of cells, a row for each device called `name`.
+
+    `shares_RC`: 0 to 1, float [rows, columns]; NaN: unknown. `x_axis` has an `end`.
+    """
+    count = len(shares_RC)
+    x = x_axis.spec("x", grid=False)
+    y = Axis().spec("y", grid=False)
+    numbers = [*range(0, count, math.ceil(count / LABELS))]
+    y["axis"] |= {"values": numbers, "format": "d"}
+    y["scale"] |= {"domain": [-0.5, count - 0.5], "reverse": True}
+    # an image of one byte per cell: an SVG's rectangle takes a hundred
+    mark = {
+        "type": "image",
+        "url": _cells_url(shares_RC),
+        "align": "left",
+        "baseline": "top",
+        "aspect": False,
+        "smooth": False,
+        "width": {"expr": "width"},
+        "height": {"expr": "height"},
+        "aria": False,
+    }
+    spec = {
+        **_frame((width, min(ROW * count, MOST_ROWS) + BELOW)),
+        "data": {"values": [{"x": 0, "y": -0.5}]},
+        "mark": mark,
+        "encoding": {"x": x, "y": y},
+    }
+    rows = []
+    for number, shares_C in enumerate(shares_RC):
+        known_C = shares_C[~np.isnan(shares_C)]
+        statistics = {"mean": known_C.mean(), "least": known_C.min()}
+        statistics |= {"most": known_C.max()}
+        cells = {key: format_number(value, "%") for key, value in statistics.items()}
+        rows.append({name: str(number), **cells})
+    return Chart(spec, rows)
+
+
+def _opacity(shares: np.ndarray) -> np.ndarray:
+    return np.nan_to_num(FAINTEST + (1 - FAINTEST) * shares)
+
+
+def heat_legend() -> list[tuple[str, str]]:
+    """Return shares as text, each with its colour in a heat map."""
+    shares = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
+    return [
+        (format_number(share, "%"), f"rgb({' '.join(map(str, HEAT))} / {opacity:.3f})")
+        for share, opacity in zip(shares, _opacity(shares), strict=True)
+    ]
+
+
+def _cells_url(shares_RC: np.ndarray) -> str:
+    """Return a PNG with a pixel for each cell, as data URI."""
+    levels_RC = np.rint(255 * _opacity(shares_RC)).astype(np.uint8)
+    image = Image.fromarray(levels_RC).convert("P")
+    image.putpalette(HEAT * 256)
+    file = io.BytesIO()
+    image.save(file, "PNG", transparency=bytes(range(256)))
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def thinned(line: Series) -> Series:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from kd.core.scores import Column
 from kd.core.text import (
     VARIANTS_NOTE,
@@ -15,7 +17,17 @@ from kd.core.text import (
 from kd.engine.monitor.timeline import APART, SPANS
 from kd.setup.provenance import chain_lines
 from kd.study.paying import Arms
-from kd.study.report.charts import Axis, Chart, Level, Series, evenly, lines, stack
+from kd.study.report.charts import (
+    Axis,
+    Chart,
+    Level,
+    Series,
+    evenly,
+    heat,
+    heat_legend,
+    lines,
+    stack,
+)
 from kd.study.report.record import RunRecord, teachers_of
 from kd.study.report.summary import clock_of, learning_text, paying_verdict
 from kd.study.report.view import (
@@ -29,6 +41,9 @@ from kd.study.report.view import (
 )
 
 SAMPLES = 240  # most drawn samples of a machine
+# most columns of a heat map: each has five pixels, three minutes of ten hours. With 192
+# cores it takes 50 kB at most.
+COLUMNS = 200
 WINDOWS = 80  # most bars in the chart of log windows
 SMALL = (300, 220)  # pixels of a chart of a third of the page's width
 HALF = (515, 230)  # of half of the width
@@ -236,36 +251,63 @@ def machine(runs: Sequence[RunRecord]) -> list[Section]:
             if len(rows) > 1:
                 host = name.rpartition("_")[0]
                 title = f"{run.name}, {host}" if len(runs) > 1 else host
-                samples = [rows[i] for i in evenly(len(rows), SAMPLES)]
-                grids.append(Grid(_host(title, samples), 2))
+                grids += _host(title, rows)
     if not grids:
         return []
     return [Section("The machine", grids, "Samples of the machine, one a second.")]
 
 
-def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Card]:
+def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Grid]:
     """Draw the load of a machine from its samples."""
-    times = [float(row["time"]) - float(rows[0]["time"]) for row in rows]
-    cores = [[value / 100 for value in row["cpu"] or [0.0]] for row in rows]
-    mean = [sum(loads) / len(loads) for loads in cores]
-    load = {"busiest": [*map(max, cores)], "mean": mean, "idlest": [*map(min, cores)]}
-    text = (
-        f"{title}: load of {len(cores[0])} cores, {percent(sum(mean) / len(mean))} in"
-        " the mean"
-    )
-    memory = _columns(rows, {"machine": "memory_mib", "this run": "process_mib"})
+    times_T = np.array([float(row["time"]) for row in rows]) - float(rows[0]["time"])
+    cores = [row["cpu"] for row in rows]
+    gpus = [
+        [gpu.get("utilization", math.nan) for gpu in row.get("gpu") or ()]
+        for row in rows
+    ]
+    heats = [
+        *_heat(f"{title}: load of each core", "core", times_T, cores),
+        *_heat(f"{title}: load of each GPU", "GPU", times_T, gpus),
+    ]
+    picks = evenly(len(rows), SAMPLES)
+    samples = [rows[i] for i in picks]
+    times = times_T[picks].tolist()
+    memory = {"machine": "memory_mib", "this run": "process_mib"}
     cards = {
-        text: (load, "%"),
-        "Memory, MiB": (memory, "MiB"),
-        "Disk and network, MiB/s": (_columns(rows, MOVED), "MiB/s"),
-        "GPU load": (_of_gpus(rows, "utilization", 100), "%"),
-        "GPU power, W": (_of_gpus(rows, "power_w", 1), "W"),
+        "Memory, MiB": (_columns(samples, memory), "MiB"),
+        "Disk and network, MiB/s": (_columns(samples, MOVED), "MiB/s"),
+        "GPU power, W": (_of_gpus(samples, "power_w"), "W"),
     }
-    return [
-        Card(title, chart=_samples(times, values, unit))
-        for title, (values, unit) in cards.items()
+    lines_cards = [
+        Card(card_title, chart=_samples(times, values, unit))
+        for card_title, (values, unit) in cards.items()
         if values
     ]
+    return [grid for grid in (Grid(heats), Grid(lines_cards, 2)) if grid.cards]
+
+
+def _heat(
+    title: str, name: str, times_T: np.ndarray, percents: Sequence[Sequence[float]]
+) -> list[Card]:
+    """Draw sampled loads, percent, by device and time; [] without devices."""
+    # a resumed run may have other devices
+    devices = min(map(len, percents))
+    loads_TR = np.array([row[:devices] for row in percents], float) / 100
+    known_T = ~np.isnan(loads_TR).any(1)
+    times_T = times_T[known_T]
+    loads_TR = loads_TR[known_T]
+    if not loads_TR.size:
+        return []
+    end = max(times_T[-1], 1e-9)
+    # with two samples in each column, no late sample leaves an empty one
+    count = max(1, min(COLUMNS, len(times_T) // 2))
+    columns_T = np.clip((times_T / end * count).astype(int), 0, count - 1)
+    shares_RC = np.full((devices, count), np.nan)
+    for column in np.unique(columns_T):
+        shares_RC[:, column] = loads_TR[columns_T == column].mean(0)
+    chart = heat(shares_RC, name, WIDE[0], Axis(CLOCK, end=end))
+    mean = percent(float(loads_TR.mean()))
+    return [Card(f"{title}, {mean} in the mean", chart=chart, legend=heat_legend())]
 
 
 CLOCK = "seconds since the first sample"
@@ -288,13 +330,11 @@ def _columns(
     }
 
 
-def _of_gpus(
-    rows: Sequence[Mapping[str, Any]], key: str, scale: float
-) -> dict[str, list[float]]:
+def _of_gpus(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[float]]:
     # a resumed run may have other GPUs
     count = min(len(row.get("gpu") or ()) for row in rows)
     return {
-        f"GPU {i}": [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows]
+        f"GPU {i}": [float(row["gpu"][i].get(key) or 0.0) for row in rows]
         for i in range(count)
     }
 

@@ -611,7 +611,7 @@ def test_explain_covers_every_key_with_a_meaning():
     )
     student = sum(
         len(dataclasses.fields(registry.options_type("networks", name, "")))
-        for name in ("timm", "torch")
+        for name in ("timm", "torch", "transformers")
     )
     # a teacher's keys stand in teacher and in teacher.also, those of what can be
     # trained in student too

@@ -308,7 +308,7 @@ MISTAKES: list[tuple[str, Any, list[tuple[str, tuple[str, ...]]], bool]] = [
     (
         "a kind for others alone",
         "student.kind=onnx",
-        [("student.kind", ("is 'onnx'", "Allowed: timm, torch"))],
+        [("student.kind", ("is 'onnx'", "Allowed: timm, torch, transformers"))],
         True,
     ),
     (

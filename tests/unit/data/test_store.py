@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import zlib
 from contextlib import nullcontext
 from dataclasses import replace
@@ -488,6 +489,8 @@ def test_a_store_larger_than_the_space_is_refused_with_both_sizes(
     )
     assert instead in message
     assert ("data.store=disk" in message) == (kind == "ram")
+    # what does not fit is not offered again
+    assert not re.search(rf"\b{kind}\b", message.partition(instead)[2])
     assert not (tmp_path / "runs").exists()  # nothing half-written
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from kd import config
+from kd.config import instances
+from kd.core.facts import BackendFacts
 from kd.core.text import format_seconds as spoken
 from kd.jobs import estimate, stopwatch
 from kd.jobs.forecast import forecast
@@ -229,31 +231,71 @@ def test_a_check_of_a_slow_network_and_a_large_batch_looks_at_few_images(
     lines = forecast(recipe, everything=True).splitlines()
     assert sum(images) <= 40  # about half of them in the examination of the network
     assert any(
-        "timed on 2 images, scaled to 1024" in line
+        "student timed with 2 images of 1,024" in line
         for line in lines
         if line.startswith("speed")
     )
 
 
 @pytest.mark.parametrize(
-    ("instance", "words"),
+    ("prices", "cores", "words"),
     [
-        ("ml.p4d.24xlarge", "not known"),
-        ("ml.c7i.8xlarge", r"about USD [\d.e-]+ at USD 1\.714"),
+        (["instance=ml.p4d.24xlarge"], 96, "not known.*96 CPU cores"),
+        (["instance=ml.p4d.24xlarge", "per_hour=25"], 2, "not known.*2 CPU cores"),
+        (["instance=ml.c7i.8xlarge"], 2, "not known.*2 CPU cores.*c7i"),
+        (["instance=ml.c7i.8xlarge"], 32, r"about USD [\d.e-]+ at USD 1\.714 an hour$"),
+        (["per_hour=25"], 2, r"about USD.*USD 25 an hour, if.*this machine.*2 CPU"),
+        (["instance=own", "per_hour=25"], 2, "about USD.*if.*this machine.*2 CPU"),
     ],
 )
-def test_a_cpus_time_has_no_price_of_an_accelerator(settings, instance, words):
-    recipe = resolve(config.load(settings, [f"price.instance={instance}"]))
+def test_only_hours_of_the_same_kind_of_machine_have_a_price(
+    settings, monkeypatch, prices, cores, words
+):
+    """Two cores took USD 0.808 at the price of eight GPUs."""
+    monkeypatch.setattr(estimate, "cores", lambda: cores)
+    keys = [f"price.{price}" for price in prices]
+    recipe = resolve(config.load(settings, keys))
     with distributed(recipe.backend) as backend:
         bench = estimate.Bench.of(recipe, open_sources(recipe.data), backend)
-        timings = dict.fromkeys(estimate.PARTS, stopwatch.Timing(1.0, 1.0, 8))
+        timings: dict[str, stopwatch.Timing] = dict.fromkeys(
+            estimate.PARTS, stopwatch.Timing(1.0, 1.0, 8)
+        )
         (line,) = [
             line
             for line in estimate.estimate(bench, timings)
             if line.startswith("cost")
         ]
     assert re.search(words, line)
-    assert ("about USD" in line) == (instance == "ml.c7i.8xlarge")
+    assert ("about USD" in line) == words.startswith("about")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "is_like"), [(8, 96, True), (1, 96, False), (8, 16, False)]
+)
+def test_a_gpu_machine_is_known_by_its_gpus_and_cores(
+    monkeypatch, gpus, cores, is_like
+):
+    monkeypatch.setattr(estimate, "cores", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    machine = instances.TABLE["ml.p4d.24xlarge"]
+    facts = BackendFacts(cpu=False, cuda=True)
+    assert estimate._is_like(machine, facts) == is_like
+
+
+def test_each_part_that_was_timed_with_fewer_images_says_so(settings):
+    recipe = resolve(config.load(settings, ["data.batch_size=32"]))
+    with distributed(recipe.backend) as backend:
+        bench = estimate.Bench.of(recipe, open_sources(recipe.data), backend)
+        timings: dict[str, stopwatch.Timing] = dict.fromkeys(
+            estimate.PARTS, stopwatch.Timing()
+        )
+        timings["step"] = stopwatch.Timing(1.0, 1.0, 32)
+        timings["teacher"] = stopwatch.Timing(1.0, 1.0, 4)
+        timings["load"] = stopwatch.Timing(1.0, 1.0, 16)
+        line = estimate.estimate(bench, timings)[1]
+    assert re.findall(r"\w+ timed with \d+ images of \d+", line) == [
+        "teacher timed with 4 images of 32"
+    ]
 
 
 @pytest.mark.parametrize(("alone", "times"), [(40.0, 2.75), (100.0, 1.1), (250.0, 1.0)])

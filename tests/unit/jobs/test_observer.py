@@ -90,6 +90,28 @@ def test_a_slow_source_is_named_while_the_run_goes(
     assert read_rows(folder / "timeline_0.jsonl")[-1]["kind"] == "setup"
 
 
+def test_a_source_that_waits_in_every_other_batch_is_named(
+    written, command, tmp_path, monkeypatch
+):
+    """160 ms of waiting, beside some 20 ms of a step."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    path = written(
+        data={"kind": "sabotage.source", "sleep_ms": 20, "turns": 8},
+        run={"steps": 60},
+    )
+    result = command("train", path)
+    assert result.code == 0, result
+    (line,) = [
+        line for line in result.out.splitlines() if line.startswith("RecurringSteps")
+    ]
+    assert "one step in 2 takes " in line
+    # on a busy machine most of the loading may wait for a core
+    assert "wait for data: " in line
+    assert line.count("data.store=ram") == 1
+    findings = json.loads((tmp_path / "runs" / "tiny" / "findings.json").read_text())
+    assert "RecurringSteps" in {finding["rule"] for finding in findings}
+
+
 def test_the_tables_of_a_command_account_for_all_of_its_time(photos, tmp_path):
     """From when the command began: process start and imports belong to it. A fit, the
     run and its baseline follow.

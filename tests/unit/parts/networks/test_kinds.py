@@ -791,6 +791,26 @@ def test_an_exported_cache_is_the_teacher_that_filled_it(
         )
 
 
+def test_an_exported_cache_of_whole_images_is_for_any_augmentation(
+    sections, bare, command, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    cached = merged(bare, {"teacher": sections["transformers"]})
+    Path("one.yaml").write_text(config.dump(config.load(cached)))
+    unchanged = {"crop_scale": 1, "flip": 0, "jitter": 0, "erase": 0, "mixup": 0}
+    keys = [f"data.augment.{key}={value}" for key, value in unchanged.items()]
+    words = ["teacher.cache.views=1", "--export", "whole.safetensors"]
+    answer = command("cache", "one.yaml", *keys, *words)
+    assert answer.code == 0, answer
+    table = read_answers("whole.safetensors", "x")
+    assert table.made_for == {}
+    section = {"kind": "answers", "model": "whole.safetensors"}
+    fresh = ("run.seed=1", "data.augment.crop_scale=0.4", "data.augment.flip=0.5")
+    run = train(bare, section, "whole", *fresh)
+    notes = json.loads((run.folder / "manifest.json").read_text())
+    assert "whole images" in json.dumps(notes)
+
+
 def test_an_exported_cache_has_outputs_for_test_images(
     sections, bare, command, tmp_path, monkeypatch
 ):
