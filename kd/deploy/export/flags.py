@@ -133,8 +133,8 @@ class ExportOptions:
     defer_share: float = option(0.0, "X", float)
     """instead mark this share of images as unsure (default: no marks)"""
     values: Path | None = option(None, "FILE", Path)
-    """CSV file with a row for each label: what responses say beside it, such as kcal
-    (default: as in the export that is replaced)
+    """CSV file: what responses say beside a label, such as kcal (default: as in
+    the export that is replaced)
     """
     license: str = option("", "ID")
     """licence to state in the model card, e.g. apache-2.0"""

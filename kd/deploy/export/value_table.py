@@ -173,7 +173,7 @@ def _require_cells(number: int, columns: Sequence[str], row: Sequence[str]) -> N
 def _typed(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[Value]]:
     """Return the values by column: numbers if all its cells are, else texts.
 
-    An empty cell is None.
+    None stands for an empty cell.
     """
     typed = list[list[Value]]()
     for cells in zip(*rows, strict=True):

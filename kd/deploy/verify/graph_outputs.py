@@ -195,7 +195,8 @@ def _repeated_facts(
             facts = _without(facts, "max_difference", "same_top1", "cosine")
             quality = {}
         elif not claims.old:
-            facts = mark_gaps(claimed["parity"].get(name, {}), facts)
+            parity = claimed["parity"].get(name, {})
+            facts = mark_gaps(_without(parity, "int8_share"), facts)  # from the file
         remade["parity"][name] = _without(facts, "images", "labelled")
         remade["validation"][name] = outputs.reference(
             name, task, claims.labels, "calibration" in claimed

@@ -148,7 +148,8 @@ class OpenVINO(Exporter):
     def weight_counts(self, path: Path) -> Counter[str]:
         counts: Counter[str] = Counter()
         for name, shape in re.findall(
-            r'element_type="(\w+)" shape="([\d, ]*,[\d, ]*)"', path.read_text("utf-8")
+            r'element_type="(\w+)" shape="([\d, ]*,[\d, ]*)"',
+            path.read_text("utf-8", "replace"),
         ):
             if name in TYPES:
                 counts[TYPES[name]] += math.prod(map(int, shape.split(",")))

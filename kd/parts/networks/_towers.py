@@ -135,7 +135,7 @@ def _names_architecture(spec: Spec, hub: Any) -> bool:
     allowed = "A folder that save_pretrained wrote, or a hub id owner/name"
     if spec.model in hub.CONFIG_MAPPING:
         wrong = f"'{spec.model}' is an architecture, which has no weights"
-        raise ModelError(config_path, wrong, allowed, "Name weights of it")
+        raise ModelError(config_path, wrong, allowed, "Name a folder or a hub id")
     if spec.free_size:
         allowed += ", or an architecture of transformers, such as vit"
     remedy = did_you_mean(spec.model, hub.CONFIG_MAPPING) or "Correct the name"
