@@ -76,7 +76,7 @@ class Distiller:
 
     Attributes:
         per_image: the last batch's loss of each image, float32 [B], detached.
-        terms: the same of each term by name, unweighted; for logging.
+        terms: the losses of each term by name, unweighted; for logging.
     """
 
     @name_arguments()
@@ -242,7 +242,7 @@ def _labels(parts: _Parts, labels: Any, images: Tensor) -> Tensor:
         return labels.to(images.device, label_dtype)
     for name, term in zip(parts.criterion.names, parts.criterion.all, strict=True):
         if term.facts.labels:
-            wrong = f"is None, but '{name}' learns from labels"
+            wrong = f"was not given, but '{name}' learns from labels"
             allowed = "A label of each image"
             raise DataError("labels", wrong, allowed, "Pass them, or drop the loss")
     no_labels = parts.task.no_labels(len(images), parts.labels.num_classes)
