@@ -290,7 +290,7 @@ class Session:
         if written.get("kind") == "Deployment":  # Kubernetes: what it starts
             (container,) = written["spec"]["template"]["spec"]["containers"]
             return check_arguments(["kd-serve", *container["args"]], self.command)
-        is_complete = "student" in written
+        is_complete = {"data", "student"} <= {*written}
         kd.load_config(
             written
             if is_complete

@@ -31,7 +31,7 @@ def test_every_cell_of_the_notebook_runs(tmp_path, monkeypatch):
     student, alone = map(
         float,
         re.search(
-            r"student: ([\d.]+) %, on the labels alone: ([\d.]+) %", printed
+            r"student: ([\d.]+)%, on the labels alone: ([\d.]+)%", printed
         ).groups(),
     )
     # 12 classes: chance is 8.3 %; what the page promises is a gain
