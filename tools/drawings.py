@@ -67,7 +67,7 @@ QUESTIONS = (
     ),
     (
         ("May accuracy pay for speed?", "student: most of a step"),
-        ("Fewer pixels, fewer images", "data.progressive.size=112", "sifter.kind=history"),
+        ("Fewer pixels, fewer images", "data.progressive={size: 112, until: 0.6}", "sifter.kind=history"),
         "small pictures first",
         "fewer steps gave as much",
     ),

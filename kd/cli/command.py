@@ -211,9 +211,14 @@ def explain_keys(prefix: str = "", path: str = "") -> str:
     ]
     if about:
         rows += [row for row in explain() if row[3].startswith(f"[kind: {prefix}] ")]
-    if not (rows or about):  # a word of their meanings, such as wandb
+    if not (rows or about):  # a word of names or meanings, such as wandb
         word = re.compile(rf"\b{re.escape(prefix)}\b", re.IGNORECASE)
-        rows = [row for row in explain() if word.search(row[3])]
+        # `batch size` is in data.batch_size
+        rows = [
+            row
+            for row in explain()
+            if word.search(f"{re.sub('[._]', ' ', row[0])} {row[3]}")
+        ]
     if not (rows or about):
         near = did_you_mean(prefix, [row[0] for row in explain()])
         remedy = near or "See `kd-train --help-keys`"

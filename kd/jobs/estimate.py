@@ -397,7 +397,8 @@ def _price_lines(
         if machine is None:
             condition = f", if that is the price of this machine ({measured_on})"
         elif not _is_like(machine, facts):
-            cost = f"not known: the time is that of {measured_on}, not of {name},"
+            rented = f"{name} with {machine.vcpus} vCPUs"
+            cost = f"not known: the time is that of {measured_on}, not of {rented},"
         elif machine.accelerators > 1:
             condition = f", with one process on its {machine.accelerators} accelerators"
         lines.append(f"cost      {cost} at USD {hourly:g} an hour{condition}")

@@ -151,6 +151,16 @@ def test_a_classifier_of_the_same_classes_is_kept(folder):
     assert not network.notes
 
 
+def test_a_classifier_of_fewer_unnamed_classes_is_not_kept_in_silence(folder):
+    """Its names LABEL_0 and LABEL_1 say nothing, and their number is another."""
+    config = hub.ViTConfig.from_pretrained(folder)
+    config.id2label = {0: "LABEL_0", 1: "LABEL_1"}
+    hub.ViTForImageClassification(config).save_pretrained(folder)
+    network = built(str(folder), {}, pretrained=True)
+    assert not network.network.model.classifier.weight.any()
+    assert "2 other classes" in network.notes[0]
+
+
 def built(model, args, classes=CLASSES, path="student", **keys):
     """Build a student of 16 pixels as a run does."""
     spec = Spec(path, model, args, classes, free_size=not keys, **keys)

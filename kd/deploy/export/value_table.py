@@ -164,10 +164,12 @@ def _require_cells(number: int, columns: Sequence[str], row: Sequence[str]) -> N
             wrong = f"{place}: '{cell}' is no number that JSON has"
             raise ValueError(f"{wrong}. Leave the cell empty, which becomes null")
         if DECIMAL_COMMA.fullmatch(cell):
-            wrong = f"{place}: '{cell}' has a decimal comma"
             point = cell.replace(",", ".")
-            spaced = cell.replace(",", ", ")
-            raise ValueError(f"{wrong}. Write {point}, or '{spaced}' for a text")
+            whole = cell.replace(",", "")
+            raise ValueError(
+                f"{place}: '{cell}' has a comma. Write {point} if it is a decimal"
+                f" comma, {whole} if it separates thousands"
+            )
 
 
 def _typed(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[Value]]:

@@ -85,6 +85,7 @@ class StoredViews:
             ModelError: stored outputs are not the teacher's.
         """
         numbers = _whole_numbers(ids, len(images), view)
+        _require_equal_duplicates(images, numbers)
         unlabelled = torch.full((len(images),), -1)
         batch = replace(Batch.of(images, unlabelled, numbers), view=view)
         self._require_equal_pixels(images[0], int(numbers[0]), view)
@@ -134,6 +135,17 @@ def _may_write(folder: Path) -> bool:
     claimed = [distributed.get_rank() == 0 and claim_writer(folder)]
     distributed.broadcast_object_list(claimed)
     return claimed[0]
+
+
+def _require_equal_duplicates(images: Tensor, ids: Tensor) -> None:
+    """Refuse different images of one id in a batch; a sampler may repeat an image."""
+    first_rows: dict[int, int] = {}
+    for row, id in enumerate(ids.tolist()):
+        first = first_rows.setdefault(id, row)
+        if first != row and not torch.equal(images[first], images[row]):
+            wrong = f"has {id} for different images of this batch"
+            allowed = "A number for each image of the dataset"
+            raise DataError("ids", wrong, allowed, "Pass the images' own numbers")
 
 
 def _whole_numbers(ids: Sequence[int] | Tensor, count: int, view: int) -> Tensor:

@@ -58,7 +58,7 @@ def settle_head(spec: Spec, model: nn.Module, config: Any) -> tuple[str, ...]:
     numbered = [f"LABEL_{label}" for label in range(len(names))]
     has_head = any(towers.CLASSIFIER in name for name in config.architectures or [])
     classes = [*map(nfc, spec.classes or ())]
-    if has_head and (names == classes or numbered == names[: len(classes)] == names):
+    if has_head and len(names) == len(classes) and names in (classes, numbered):
         return ()
     with torch.no_grad():
         for layer in towers.last_layers(model):

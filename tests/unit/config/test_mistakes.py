@@ -645,4 +645,6 @@ def test_an_override_beyond_a_list_says_how_many_items_it_has():
 def test_help_finds_keys_by_a_word_of_their_meaning(capsys):
     assert main(["help", "wandb"]) == 0
     assert "run.trackers" in capsys.readouterr().out
+    assert main(["help", "batch size"]) == 0
+    assert "data.batch_size" in capsys.readouterr().out
     assert main(["help", "trackerz"]) == 2

@@ -191,6 +191,16 @@ def test_images_without_ids_are_not_stored(tmp_path: Path):
     assert not list(tmp_path.glob("view_*"))
 
 
+def test_different_images_of_one_id_in_a_batch_are_an_error(tmp_path: Path):
+    distiller = kd.Distiller(TEACHER, cache=tmp_path)
+    logits = STUDENT(IMAGES)
+    with pytest.raises(DataError, match=r"^ids: has 0 for different images"):
+        distiller(IMAGES, logits, ids=[0] * len(IMAGES))
+    # a sampler with replacement repeats an image
+    repeated = IMAGES[:1].repeat(len(IMAGES), *[1] * (IMAGES.ndim - 1))
+    distiller(repeated, logits, ids=[0] * len(IMAGES))
+
+
 def test_other_pixels_of_an_id_and_view_are_an_error(tmp_path: Path):
     distiller = kd.Distiller(TEACHER, cache=tmp_path)
     logits = STUDENT(IMAGES)

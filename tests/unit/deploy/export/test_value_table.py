@@ -141,6 +141,7 @@ REST = "fig,2\npear,3\n"
         (HEAD + "apple,-Inf\n" + REST, ("'-Inf'", "empty")),
         (HEAD + "apple,1e999\n" + REST, ("'1e999'", "empty")),
         ("dish;kcal\napple;0,5\nfig;2\npear;3\n", ("decimal comma", "0.5")),
+        ('dish,kcal\napple,"1,000"\nfig,2\npear,3\n', ("separates thousands", "1000")),
         (HEAD + "apple,a\x1bb\n" + REST, ("line 2", "control")),
         (HEAD + 'apple,"a\nb"\n' + REST, ("2 lines",)),
         (HEAD + f"apple,{'a' * 1001}\n" + REST, ("1000",)),
