@@ -10,6 +10,7 @@ Accelerators are EC2's, as torchx and Red Hat's documentation list them (read 20
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kd.config.bill import Bill
@@ -96,7 +97,12 @@ def _family(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-KNOWN = f"A size of {', '.join(dict.fromkeys(map(_family, TABLE)))}"
+def _sizes(names: Iterable[str]) -> str:
+    return f"A size of {', '.join(dict.fromkeys(map(_family, names)))}"
+
+
+KNOWN = _sizes(TABLE)
+PRICED = _sizes(name for name, machine in TABLE.items() if machine.usd)
 
 
 def find_machine(name: str) -> tuple[str, Instance] | None:

@@ -343,18 +343,20 @@ def _of_one_section(config: Config) -> Iterator[KdError]:
     price = config.price
     if price.instance and not price.per_hour:
         # only if a machine is named
-        from kd.config.instances import KNOWN, TABLE, price_per_hour
+        from kd.config.instances import PRICED, TABLE, find_machine, price_per_hour
 
         if price_per_hour(price.instance):
             return
         wrong = f"is {price.instance!r}, whose price kd does not know"
         priced = [name for name, machine in TABLE.items() if machine.usd]
-        remedy = f"{did_you_mean(price.instance, priced)} Set price.per_hour"
+        hint = did_you_mean(price.instance, priced)
+        if find_machine(price.instance):
+            hint = ""
         yield ConfigError(
             "price.instance",
             wrong,
-            f"{KNOWN}, or any with a price",
-            remedy.lstrip(),
+            f"{PRICED}, or any with price.per_hour",
+            f"{hint} Set price.per_hour".lstrip(),
         )
 
 

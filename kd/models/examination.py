@@ -158,8 +158,8 @@ def _depends_on_one_image_alone(network: Examined) -> Fault | None:
         " without batch_first=True, "
     )
     remedy += (
-        "batch norm with track_running_stats=False, softmax(0), mean(0), experts with a"
-        " capacity"
+        "batch norm in training mode or with track_running_stats=False, softmax(0),"
+        " mean(0), experts with a capacity"
     )
     return Fault(wrong, allowed, remedy)
 

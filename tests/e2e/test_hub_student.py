@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import kd
 from kd.engine.optim import groups
+from kd.models.classifier import set_attention
 from kd.models.spec import Spec
 from kd.parts import registry
 
@@ -231,3 +232,72 @@ def test_distill_takes_models_of_transformers():
     settings = {"losses": [{"kind": "kl"}], "epochs": 1, "batch_size": 8}
     kd.distill(teacher=teacher, student=network, train=items, val=items, **settings)
     assert not torch.equal(network.classifier.weight, first)
+
+
+def test_it_goes_on_from_its_export_in_either_form(settings, tmp_path, capfd):
+    """As docs/watching.md says for every student: the exported file is the start."""
+    run = trained(settings, student("vit"))
+    export = run.export(tmp_path / "export").folder
+    file = load_file(export / "model.safetensors")
+    start = {"kind": "transformers", "init": "pretrained"}
+    frozen = {"optimizer": {"lr": 1e-9, "weight_decay": 0}, "teacher": {}}
+    sections = {
+        "file": {**student("vit"), **start, "checkpoint": str(export)},
+        "folder": {**start, "model": str(export)},
+    }
+    for name, section in sections.items():
+        again = trained(settings, section, run={"name": name, "steps": 1}, **frozen)
+        changed = tensors(again)
+        for key, expected in file.items():
+            tensor = changed[f"model.student.network.model.{key}"]
+            torch.testing.assert_close(tensor, expected, atol=1e-6, rtol=0)
+        again_exported = again.export(tmp_path / name).folder
+        first, second = (
+            json.loads((folder / "config.json").read_text())
+            for folder in (export, again_exported)
+        )
+        assert first == second
+    said = capfd.readouterr()
+    assert "begins with zeros" not in said.out + said.err
+
+
+def test_an_export_is_a_teacher_with_its_classes_and_pixels(settings, folder, tmp_path):
+    section = {"kind": "transformers", "model": str(folder), "init": "pretrained"}
+    export = trained(settings, section).export(tmp_path / "export").folder
+    teacher = built(str(export), {}, path="teacher", pretrained=True, exact_head=True)
+    assert list(teacher.classes) == [*CLASSES]
+    normalized = teacher.normalize(torch.zeros(1, 3, 16, 16))[0, :, 0, 0]
+    assert normalized.tolist() == pytest.approx([-0.2, -0.4, -0.6])
+    file = load_file(export / "model.safetensors")
+    for name, tensor in teacher.network.model.state_dict().items():
+        assert torch.equal(tensor, file[name])
+
+
+def test_other_classes_of_a_checkpoint_are_told(settings, tmp_path):
+    export = trained(settings, student("vit")).export(tmp_path / "export").folder
+    start = {"pretrained": True, "checkpoint": str(export)}
+    kept = built("vit", VIT, **start)
+    assert kept.network.model.classifier.weight.any()
+    other = built("vit", VIT, classes=["kiwi", "plum"], **start)
+    assert not other.network.model.classifier.weight.any()
+    assert f"{len(CLASSES)} other classes" in other.notes[0]
+    with pytest.raises(kd.KdError, match=r"^student\.checkpoint: .*not those of 'vit'"):
+        built("vit", {**VIT, "hidden_size": 32}, **start)
+
+
+def test_attention_is_that_of_the_key():
+    tower = built("vit", VIT).network
+    pixels = torch.randn(2, 3, 16, 16)
+    outputs = []
+    for fused in (True, False):
+        assert set_attention(tower, fused) == 1
+        assert tower.model.config._attn_implementation == ("sdpa" if fused else "eager")
+        outputs.append(tower(pixels))
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+    assert set_attention(built("resnet", STUDENTS["resnet"]).network, True) == 0
+
+
+@pytest.mark.parametrize("path", ["./nothing", "/no/where", "runs/tf/export", "~/no"])
+def test_a_folder_that_is_not_there_is_no_matter_of_the_hub(path):
+    with pytest.raises(kd.KdError, match=r"^student\.model: there is no folder"):
+        built(path, {}, pretrained=True)

@@ -223,6 +223,7 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
     options.require(subject.recipe.task)
     values, value_lines = label_values(options.values, target, subject)
     subject = replace(subject, values=values)
+    replaced = _file_names(target)
     with new_export(target) as draft:
         write_weights = partial(_write_weights, subject, draft)
         artifacts = write_graphs(subject, draft, options, write_weights)
@@ -235,7 +236,14 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
         if options.sign is not None:
             sign(draft, options.sign)
     load = loading(str(target), is_timm(subject.student.network))
-    return WrittenExport(target, [*artifacts.lines, *value_lines], load, facts)
+    lines = [*artifacts.lines, *value_lines]
+    if removed := sorted(replaced - _file_names(target)):
+        lines.append(f"removed with the replaced export: {', '.join(removed)}")
+    return WrittenExport(target, lines, load, facts)
+
+
+def _file_names(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("*")}
 
 
 def _write_weights(

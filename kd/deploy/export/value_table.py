@@ -24,6 +24,7 @@ NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3
 """JSON's numbers (RFC 8259), as far as a float64 keeps their whole digits (15). So 007
 and a long article number are texts.
 """
+DIGITS = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?")
 DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 NOT_FINITE = ("nan", "inf", "infinity")  # what `float` reads, and JSON has not
 TAKEN = {"image", "error", "scores"} | {field.name for field in fields(Answer)}
@@ -191,5 +192,10 @@ def _title(column: str, values: Sequence[Value]) -> str:
     if not texts:
         return f"{column} (number)"
     odd = [text for text in texts if not NUMBER.fullmatch(text)]
-    reason = f", because of '{odd[0]}'" if len(odd) < len(texts) else ""
-    return f"{column} (text{reason})"
+    words = [text for text in odd if not DIGITS.fullmatch(text)]
+    if len(words) == len(texts):
+        return f"{column} (text)"
+    reason = f"because of '{[*words, *odd][0]}'"
+    if not words:
+        reason += ", which has more than 15 digits or begins with 0"
+    return f"{column} (text, {reason})"

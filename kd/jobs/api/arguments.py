@@ -431,7 +431,9 @@ def _model_error(
     config_path: str, images: Tensor, source: str, error: Exception
 ) -> ModelError:
     remedy = "Resize in the transform, or in the module"
-    if not images.is_floating_point():
+    if "when training" in str(error):  # torch's batch norm, of one value per channel
+        remedy = "Call .eval() on the module that the function runs"
+    elif not images.is_floating_point():
         remedy = "End the transform in float pixels: image.float() / 255"
     wrong = f"fails on {source}, {image_text(images[0])}: {error_summary(error)}"
     return ModelError(

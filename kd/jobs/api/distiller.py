@@ -98,7 +98,8 @@ class Distiller:
                 section `teacher.cache`: `{"path": "answers", "dtype": "fp32"}`.
 
         Raises:
-            ConfigError: a teacher is not callable, or `cache` names no folder.
+            ConfigError: a teacher is not callable, an unknown loss or option, or
+                `cache` names no folder.
         """
         teachers: Any = teacher if isinstance(teacher, (list, tuple)) else [teacher]
         require_teachers(teachers)
@@ -113,6 +114,7 @@ class Distiller:
         if self._cache is not None and not self._cache.get("path"):
             allowed = "A folder, or {'path': FOLDER, ...}"
             raise ConfigError("cache", "names no folder", allowed, "Choose a folder")
+        self._require_losses()
         self._parts: _Parts | None = None
         self.per_image = torch.zeros(0)
         self.terms: dict[str, Tensor] = {}
@@ -132,7 +134,7 @@ class Distiller:
         Args:
             images: [B, ...], as student and teacher take them.
             student_outputs: the student's logits [B, C] for them, in any form that a
-                teacher may return.
+                teacher may return. NaN makes the loss NaN, as in torch's losses.
             labels: class numbers [B], or 0 and 1 for each class [B, C]; None if no loss
                 reads them.
             ids: whole numbers >= 0 [B] that say which image is which in each epoch;
@@ -141,8 +143,8 @@ class Distiller:
                 evaluation.
             view: number >= 0 of the augmentation. An id with a view always has the same
                 pixels; those of the first image are compared.
-            weight: float [B], by which the images' losses are multiplied, such as a
-                sifter's; None: 1.
+            weight: float >= 0 [B], by which the images' losses are multiplied, such as
+                a sifter's; None: 1.
 
         Raises:
             ConfigError: an unknown loss, or one that needs more than logits.
@@ -164,7 +166,7 @@ class Distiller:
         parts = self._parts
         batch = Batch.of(images, _labels(parts, labels, images))
         if weight is not None:
-            _require_rows("weight", weight, images)
+            _require_weight(weight, images)
             batch = replace(batch, weight=weight.to(images.device, torch.float32))
         if ids is None or parts.stored is None:
             teacher = parts.live(batch)
@@ -174,6 +176,19 @@ class Distiller:
         self.per_image = scores["per_image"]
         self.terms = {name: scores[name].detach() for name in parts.criterion.names}
         return scores["loss"].mean()
+
+    @preserve_random_state()
+    def _require_losses(self) -> None:
+        """Check losses and cache on placeholders, for labels of either kind."""
+        errors = []
+        for kind in ("all", "sets"):
+            try:
+                self._criterion(self._recipe(torch.zeros(1, 3, 32, 32), kind), 2)
+            except ConfigError as error:
+                errors.append(error)
+            else:
+                return
+        raise errors[0]
 
     def _recipe(self, images: Tensor, labels: str) -> Recipe:
         """Check losses and cache by the schema of a configuration."""
@@ -192,6 +207,14 @@ class Distiller:
             }
         )
         return resolve(completed(settings, len(images)))
+
+    def _criterion(self, recipe: Recipe, num_classes: int) -> Criterion:
+        criterion = self._losses
+        if not isinstance(criterion, Criterion):
+            dims = Dims(num_classes, 0, 0, labels=_all_labels)
+            criterion = build_criterion(recipe.losses, [dims], recipe.seed)
+        _require_logits(criterion)
+        return criterion
 
     @preserve_random_state()
     def _build(self, images: Tensor, num_classes: int, kind: str) -> _Parts:
@@ -215,12 +238,7 @@ class Distiller:
             names = [_name(model) for model in self._teachers.values()]
             identity = {**teacher.identity(), "model": names}
             stored = StoredViews(live, recipe, identity, num_classes)
-        criterion = self._losses
-        if isinstance(criterion, Criterion):
-            _require_logits(criterion)
-        else:
-            dims = Dims(num_classes, 0, 0, labels=_all_labels)
-            criterion = build_criterion(recipe.losses, [dims], recipe.seed)
+        criterion = self._criterion(recipe, num_classes)
         remedy = "Leave images without a label out, or drop the loss on labels"
         checked = Labels("labels", kind, num_classes, remedy)
         return _Parts(recipe.task, criterion.to(images.device), checked, live, stored)
@@ -253,6 +271,14 @@ def _require_rows(argument: str, values: Tensor, images: Tensor) -> None:
     if len(values) != len(images):
         wrong = f"has {len(values)} rows for {len(images)} images"
         raise DataError(argument, wrong, "A row for each image")
+
+
+def _require_weight(weight: Tensor, images: Tensor) -> None:
+    _require_rows("weight", weight, images)
+    # reading values on an accelerator waits for it
+    if weight.is_cpu and not ((weight >= 0) & weight.isfinite()).all():
+        wrong = "has a value that is negative, infinite or NaN"
+        raise DataError("weight", wrong, "Numbers >= 0", "Correct them")
 
 
 def _require_logits(criterion: Criterion) -> None:

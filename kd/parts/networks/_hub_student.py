@@ -7,6 +7,9 @@ from torch import nn
 
 from kd.core.errors import ModelError
 from kd.core.text import nfc
+from kd.models.checkpoints import read_weights
+from kd.models.fitting import match_state_dict
+from kd.models.load_classifier import without_meta_warnings
 from kd.models.spec import Spec
 from kd.parts.networks import _towers as towers
 from kd.parts.networks._shared import refuse_classes
@@ -49,23 +52,76 @@ def _require_images(spec: Spec, hub: Any, config: Any) -> None:
     raise ModelError(f"{spec.config_path}.model", wrong, allowed, "Choose one of them")
 
 
-def settle_head(spec: Spec, model: nn.Module, config: Any) -> tuple[str, ...]:
-    """Keep a pretrained classifier of the data's classes; return the changes as text.
+def load_weights(spec: Spec, model: nn.Module, config: Any) -> tuple[str, ...]:
+    """Load the checkpoint, if one is named, and settle the classifier.
 
-    Another becomes zeros, as a student's of timm does. `config`: the folder's.
+    Args:
+        spec: of a pretrained student.
+        model: with the weights of its folder or hub id, or random ones.
+        config: the folder's.
+
+    Returns:
+        The changes, as text.
+
+    Raises:
+        ModelError: the checkpoint has other tensors than the model.
     """
-    names = [nfc(str(config.id2label[label])) for label in sorted(config.id2label)]
-    numbered = [f"LABEL_{label}" for label in range(len(names))]
-    has_head = any(towers.CLASSIFIER in name for name in config.architectures or [])
+    names = _class_names(config)
+    steps: tuple[str, ...] = ()
+    if spec.checkpoint:
+        names, steps = _load_checkpoint(spec, model)
+    if spec.logits:
+        steps += _settle_head(spec, model, names)
+    return steps
+
+
+def _class_names(config: Any) -> list[str]:
+    """Return the classes of a folder's classifier; [] if it has none."""
+    if not any(towers.CLASSIFIER in name for name in config.architectures or []):
+        return []
+    return [nfc(str(config.id2label[label])) for label in sorted(config.id2label)]
+
+
+def _numbered(count: int) -> list[str]:
+    """Return transformers' names of classes without a name."""
+    return [f"LABEL_{label}" for label in range(count)]
+
+
+def _load_checkpoint(spec: Spec, model: nn.Module) -> tuple[list[str], tuple[str, ...]]:
+    """Load a file of weights but a classifier of other classes.
+
+    Return the file's classes, and what was done, as text.
+    """
+    weights = read_weights(f"{spec.config_path}.checkpoint", spec.checkpoint)
+    classifiers = towers.classifiers(model).items()
+    heads = [f"{name}.{key}" for name, head in classifiers for key in head.state_dict()]
+    fitting = match_state_dict(
+        weights, model, spec.model, spec.weights, heads, bare=not spec.logits
+    )
+    state = model.state_dict()
+    fits = {
+        name: tensor
+        for name, tensor in fitting.tensors.items()
+        if tensor.shape == state[name].shape
+    }
+    with without_meta_warnings():
+        model.load_state_dict({**state, **fits})
+    count = next((len(fitting.tensors[k]) for k in heads if k in fitting.tensors), 0)
+    names = weights.classes or _numbered(count)
+    return [*map(nfc, names)] if count else [], fitting.steps
+
+
+def _settle_head(spec: Spec, model: nn.Module, names: list[str]) -> tuple[str, ...]:
+    """Keep a classifier of the data's classes; another becomes zeros, as in timm."""
     classes = [*map(nfc, spec.classes or ())]
-    if has_head and len(names) == len(classes) and names in (classes, numbered):
+    if len(names) == len(classes) and names in (classes, _numbered(len(names))):
         return ()
     with torch.no_grad():
         for layer in towers.last_layers(model):
             for parameter in layer.parameters():
                 parameter.zero_()
-    reason = f"for {len(names)} other classes" if has_head else "missing"
+    reason = f"for {len(names)} other classes" if names else "missing"
     return (
-        f"'{spec.model}': its classifier is {reason}: one for the {len(classes)} of the"
-        " data begins with zeros",
+        f"'{spec.checkpoint or spec.model}': its classifier is {reason}: one for the"
+        f" {len(classes)} of the data begins with zeros",
     )

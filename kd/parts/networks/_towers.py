@@ -19,6 +19,7 @@ from kd.core.types import Outputs
 from kd.models.checkpoints import require_no_adapter
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
+from kd.models.timm_folder import folder_config
 from kd.parts.networks._processor import (
     IMAGENET,
     Preparation,
@@ -30,6 +31,7 @@ from kd.parts.networks._processor import (
 IMAGE_TOWERS = {"clip": "CLIPVisionModelWithProjection", "siglip": "SiglipVisionModel"}
 CLASSIFIER = "ForImageClassification"  # part of the name of a class with a classifier
 HEADS = ("classifier", "head", "fc")  # endings of the names of their last layers
+EXPORTED = "transformers"  # key of the architecture in config.json of kd-export
 UNDECAYED = {"*_token", "*_tokens", "*position_*", "*.bias", "*layer_scale*"}
 """Patterns of parameters without weight decay, beside vectors: those that timm's vision
 transformers exempt, under transformers' names.
@@ -75,7 +77,7 @@ def _loading_error(spec: Spec, error: Exception) -> ModelError:
 
 def read_config(spec: Spec, hub: Any) -> Any:
     """Return the configuration of a model, with `args` on top."""
-    if spec.checkpoint:
+    if spec.checkpoint and spec.config_path != "student":
         wrong = "is set, but the folder or the hub id brings its weights"
         config_path = f"{spec.config_path}.checkpoint"
         raise ModelError(config_path, wrong, "", "Leave checkpoint out")
@@ -84,15 +86,13 @@ def read_config(spec: Spec, hub: Any) -> Any:
         allowed = "A model that transformers knows"
         remedy = "Leave it out; teacher.kind=torch runs a function of your own"
         raise ModelError(f"{spec.config_path}.args", wrong, allowed, remedy)
+    _require_folder(spec)
     require_no_adapter(f"{spec.config_path}.model", Path(spec.model))
-    named = _names_architecture(spec, hub)
+    exported = read_exported(spec)
     try:
         with quiet(hub):
-            if named:
-                empty = hub.CONFIG_MAPPING[spec.model]
-                _, unknown = empty.from_dict({}, return_unused_kwargs=True, **spec.args)
-                config = empty(**spec.args)
-                config.architectures = []  # transformers reads it
+            if exported or names_architecture(spec, hub):
+                config, unknown = _build_config(spec, hub, exported)
             else:
                 config, unknown = hub.AutoConfig.from_pretrained(
                     spec.model,
@@ -100,6 +100,8 @@ def read_config(spec: Spec, hub: Any) -> Any:
                     trust_remote_code=False,
                     **spec.args,
                 )
+    except ModelError:
+        raise
     # transformers raises many types, all caused by the folder
     except Exception as error:
         raise _loading_error(spec, error) from error
@@ -124,22 +126,76 @@ def read_config(spec: Spec, hub: Any) -> Any:
     return config
 
 
-def _names_architecture(spec: Spec, hub: Any) -> bool:
-    """Return whether a model is the name of an architecture, which has no weights."""
+def _require_folder(spec: Spec) -> None:
+    """Refuse a path where nothing is; a hub id is owner/name."""
+    path = Path(spec.model).expanduser()
+    is_path = spec.model.startswith((".", "~", "/")) or spec.model.count("/") > 1
+    if is_path and not path.is_dir():
+        wrong = f"there is no folder '{spec.model}'"
+        allowed = "A folder that save_pretrained or kd-export wrote, or a hub id"
+        raise ModelError(f"{spec.config_path}.model", wrong, allowed, "Check the path")
+
+
+def names_architecture(spec: Spec, hub: Any) -> bool:
+    """Return whether a model is the name of an architecture, which has no weights.
+
+    A student's are random, or those of its checkpoint.
+    """
     path = Path(spec.model)
     if path.exists() or "/" in spec.model:
         return False
-    if spec.free_size and spec.model in hub.CONFIG_MAPPING:
+    is_student = spec.config_path == "student"
+    lacks_weights = spec.pretrained and not spec.checkpoint
+    if is_student and not lacks_weights and spec.model in hub.CONFIG_MAPPING:
         return True
     config_path = f"{spec.config_path}.model"
     allowed = "A folder that save_pretrained wrote, or a hub id owner/name"
     if spec.model in hub.CONFIG_MAPPING:
         wrong = f"'{spec.model}' is an architecture, which has no weights"
-        raise ModelError(config_path, wrong, allowed, "Name a folder or a hub id")
-    if spec.free_size:
+        remedy = "Name a folder or a hub id"
+        if spec.config_path == "student":
+            remedy += f", or set {spec.config_path}.checkpoint to weights of it"
+        raise ModelError(config_path, wrong, allowed, remedy)
+    if is_student:
         allowed += ", or an architecture of transformers, such as vit"
     remedy = did_you_mean(spec.model, hub.CONFIG_MAPPING) or "Correct the name"
     raise ModelError(config_path, f"no model '{spec.model}'", allowed, remedy)
+
+
+def read_exported(spec: Spec) -> dict[str, Any]:
+    """Return config.json of an export of kd; {} if `model` is none.
+
+    Raises:
+        ModelError: it is an export of another kind.
+    """
+    folder = Path(spec.model)
+    content = folder_config(folder, f"{spec.config_path}.model")
+    architecture = content.get("architecture")
+    if not isinstance(architecture, dict):  # of timm or of transformers
+        return {}
+    if EXPORTED not in architecture:
+        wrong = f"'{spec.model}' is an export of a network of your own"
+        remedy = f"Set {spec.config_path}.kind=torch, and checkpoint to its weights"
+        allowed = "A network of transformers"
+        raise ModelError(f"{spec.config_path}.model", wrong, allowed, remedy)
+    return content
+
+
+def _build_config(
+    spec: Spec, hub: Any, exported: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Return a configuration of an architecture or export, and unknown `args`."""
+    recorded = exported.get("architecture", {}).get("config", {})
+    config_class = hub.CONFIG_MAPPING[recorded.get("model_type", spec.model)]
+    _, unknown = config_class.from_dict({}, return_unused_kwargs=True, **spec.args)
+    config = config_class(**{**recorded, **spec.args})
+    config.architectures = []  # transformers reads it
+    if names := exported.get("label_names"):
+        config.num_labels = len(names)
+        config.id2label = dict(enumerate(names))
+        model_class = hub.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[config_class]
+        config.architectures = [model_class.__name__]
+    return config, unknown
 
 
 def vision_config(config: Any) -> Any:
@@ -159,7 +215,9 @@ def preprocessing(
     has others.
     """
     preparation = IMAGENET
-    if not spec.free_size or has_processor(spec.model):
+    if exported := read_exported(spec):
+        preparation = _exported_preparation(exported)
+    elif not spec.free_size or has_processor(spec.model):
         with quiet(hub):
             preparation = measure_processor(spec, read_processor(spec, hub))
     size = getattr(vision_config(config), "image_size", None)
@@ -173,6 +231,17 @@ def preprocessing(
         "std": preparation.std,
     }
     return arguments, preparation
+
+
+def _exported_preparation(exported: dict[str, Any]) -> Preparation:
+    """Return how an export prepares pixels."""
+    pixels = exported["pretrained_cfg"]
+    return Preparation(
+        size=pixels["input_size"][-1],
+        mean=tuple(pixels["mean"]),
+        std=tuple(pixels["std"]),
+        order=tuple(exported["architecture"].get("order", IMAGENET.order)),
+    )
 
 
 def classifiers(model: nn.Module) -> dict[str, nn.Module]:
@@ -195,14 +264,14 @@ def last_layers(model: nn.Module) -> list[nn.Module]:
 def load_model(spec: Spec, hub: Any, class_name: str, config: Any) -> nn.Module:
     """Return a model with all of its weights, in eval mode.
 
-    Its weights are not read where another rank has them: `spec.pretrained` is False. A
-    student may lack those of classifier and pooler, which start at random.
+    They are random where another rank has them (`spec.pretrained` is False), or a
+    checkpoint. A student may lack those of classifier and pooler.
     """
     is_student = spec.config_path == "student"
     model_class: Any = getattr(hub, class_name)
     try:
         with quiet(hub):
-            if not spec.pretrained:
+            if not spec.pretrained or spec.checkpoint:
                 make = getattr(model_class, "from_config", model_class)
                 return make(config).eval()
             model, report = model_class.from_pretrained(
@@ -264,6 +333,20 @@ class Tower(nn.Module):
         self.order = list(order)
         self.patch = patch
         self.pick = pick or nn.Identity()
+
+    @property
+    def fused_attn(self) -> bool | None:
+        """Whether attention is torch's fused kernel, as a layer of timm says it.
+
+        None: the model has no choice.
+        """
+        if not getattr(self.model, "_supports_sdpa", False):
+            return None
+        return self.model.config._attn_implementation == "sdpa"
+
+    @fused_attn.setter
+    def fused_attn(self, fused: bool) -> None:
+        self.model.set_attn_implementation("sdpa" if fused else "eager")
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the logits [B, C], or pooled features [B, D] without classes."""

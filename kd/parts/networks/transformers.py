@@ -6,6 +6,7 @@ An architecture, such as `vit`, is for a student that starts from random weights
 
 import copy
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from kd.core.errors import ModelError
@@ -14,6 +15,7 @@ from kd.core.keys import Keys, file_key, keys
 from kd.models.spec import Spec
 from kd.parts.networks import _hub_student as students
 from kd.parts.networks import _towers as towers
+from kd.parts.networks._processor import IMAGENET
 from kd.parts.networks._shared import refuse_classes, select_classes
 
 facts = NetworkFacts(trains=True, weights=True)
@@ -52,6 +54,8 @@ def build(
     """
     refuse_classes(spec, classes=options.classes)
     hub = towers.library(spec.config_path)
+    if towers.names_architecture(spec, hub):
+        spec = replace(spec, free_size=True)
     config = towers.read_config(spec, hub)
     stored = copy.deepcopy(config)
     is_student = spec.config_path == "student"
@@ -65,8 +69,6 @@ def build(
     if spec.logits and is_student:
         model = towers.load_model(spec, hub, AUTO_CLASSIFIER, config)
         names = tuple(spec.classes or ())
-        if spec.pretrained:
-            notes = students.settle_head(spec, model, stored)
     elif spec.logits:
         model_names = _class_names(spec, config)
         model = towers.load_model(spec, hub, AUTO_CLASSIFIER, config)
@@ -78,6 +80,8 @@ def build(
         model = towers.load_model(spec, hub, class_name, vision)
     else:
         model = towers.load_model(spec, hub, "AutoModel", config)
+    if is_student and spec.pretrained:
+        notes = students.load_weights(spec, model, stored)
     patch = getattr(vision, "patch_size", 0)
     if not isinstance(patch, int):
         patch = 0
@@ -86,10 +90,7 @@ def build(
         num_classes=len(names),
         classes=names,
         features=features,
-        architecture={
-            "transformers": type(config).__name__,
-            "config": _identity(config),
-        },
+        architecture=_architecture(config, preparation.order),
         **arguments,
     )
     network.preprocessing = preparation.preprocessing
@@ -108,10 +109,19 @@ def _class_names(spec: Spec, config: Any) -> list[str]:
             " teacher.kind=zero_shot"
         )
         raise ModelError(f"{spec.config_path}.model", wrong, allowed, remedy)
-    spec.require_meaning(getattr(config, "problem_type", None) or "")
+    exported = towers.read_exported(spec).get("problem_type")
+    spec.require_meaning(getattr(config, "problem_type", None) or exported or "")
     names = [config.id2label[label] for label in sorted(config.id2label)]
     numbered = [f"LABEL_{label}" for label in range(len(names))]
     return [] if names == numbered else names
+
+
+def _architecture(config: Any, order: tuple[int, ...]) -> dict[str, Any]:
+    """Return what rebuilds a network: class, configuration, and channels in `order`."""
+    architecture = {towers.EXPORTED: type(config).__name__, "config": _identity(config)}
+    if order != IMAGENET.order:
+        architecture["order"] = list(order)
+    return architecture
 
 
 def _identity(config: Any) -> dict[str, Any]:

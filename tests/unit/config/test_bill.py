@@ -156,8 +156,13 @@ def test_a_plan_without_a_price_says_so():
 
 def test_a_machine_without_a_price_needs_one_for_a_report(settings):
     machine = "price.instance=ml.trn1n.32xlarge"
-    with pytest.raises(ConfigError, match=r"price kd does not know.*price\.per_hour"):
+    with pytest.raises(
+        ConfigError, match=r"price kd does not know.*price\.per_hour"
+    ) as caught:
         config.load(settings, [machine])
+    assert "ml.trn1," in str(caught.value)
+    assert "ml.trn1n," not in str(caught.value)  # of which no size has a price
+    assert "Did you mean" not in str(caught.value)
     config.load(settings, [machine, "price.per_hour=30"])
 
 

@@ -280,6 +280,37 @@ def test_ids_and_views_are_numbers(ids: Tensor, view: int, text: str, tmp_path: 
         distiller(IMAGES, LOGITS, ids=ids, view=view)
 
 
+@pytest.mark.parametrize(
+    ("losses", "text"),
+    [
+        ("klx", r"losses\[0\]: is 'klx'.*Did you mean 'kl'"),
+        ([{"kind": "kl", "temprature": 3}], r"temprature.*Did you mean 'temperature'"),
+        ("cosine", r"losses\.cosine: .*no features"),
+        ([{"kind": "ce", "class_weights": "balanced"}], "class_weights count all"),
+    ],
+)
+def test_losses_are_checked_before_the_first_batch(losses: Any, text: str):
+    before = torch.get_rng_state()
+    with pytest.raises(KdError, match=text):
+        kd.Distiller(TEACHER, losses)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_weights_are_finite_numbers(value: float):
+    distiller = kd.Distiller(TEACHER)
+    weight = torch.ones(48)
+    weight[3] = value
+    with pytest.raises(DataError, match="weight: has a value"):
+        distiller(IMAGES, STUDENT(IMAGES), weight=weight)
+
+
+def test_a_teacher_behind_a_function_in_training_mode_is_told_to_evaluate():
+    flat = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3))
+    with pytest.raises(ModelError, match=r"Call \.eval\(\)"):
+        kd.Distiller(lambda images: flat(images))(IMAGES, STUDENT(IMAGES))
+
+
 def test_a_cache_needs_a_folder():
     with pytest.raises(ConfigError, match=r"^cache: .*folder"):
         kd.Distiller(TEACHER, cache={"dtype": "fp32"})

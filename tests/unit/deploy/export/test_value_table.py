@@ -89,6 +89,11 @@ def test_what_spreadsheets_write_is_read(read, data):
         (("4006381333931", "1", ""), [4006381333931, 1, None], "(number)"),
         # more digits than a float64 of JavaScript keeps
         (("1234567890123456", "a", "b"), ["1234567890123456", "a", "b"], "text"),
+        (
+            ("9007199254740993", "9007199254740995", ""),
+            ["9007199254740993", "9007199254740995", None],
+            "text, because of '9007199254740993', which has more than 15 digits",
+        ),
         (("52", "n/a", ""), ["52", "n/a", None], "text, because of 'n/a'"),
         (("true", "<b>", '"a, b"'), ["true", "<b>", "a, b"], "(text)"),
     ],

@@ -214,6 +214,14 @@ def test_a_failing_int8_step_leaves_the_float_graphs_of_a_comparison(
         write(subject(), tmp_path / "other", ExportOptions(int8=True))
 
 
+def test_files_that_a_new_export_leaves_out_are_named(subject, tmp_path):
+    folder = tmp_path / "export"
+    first = write(subject(), folder, ExportOptions(int8=True))
+    assert not any("replaced export" in line for line in first.lines)
+    second = write(subject(), folder, ExportOptions())
+    assert second.lines[-1] == "removed with the replaced export: model.int8.onnx"
+
+
 def test_foreign_files_added_during_an_export_are_kept(subject, tmp_path):
     """The check before the work says nothing of the minutes that follow."""
 
