@@ -313,6 +313,8 @@ def load_model(spec: Spec, hub: Any, class_name: str, config: Any) -> nn.Module:
 class Tower(nn.Module):
     """A transformers model from normalized pixels [B, 3, S, S] to one tensor."""
 
+    model: Any
+
     def __init__(
         self,
         model: nn.Module,
