@@ -428,7 +428,7 @@ def changed(section, **values):
         (
             "transformers",
             {"model": "none/nowhere/at/all"},
-            r"teacher\.model: 'none/nowhere/at/all' cannot be loaded",
+            r"teacher\.model: there is no folder 'none/nowhere/at/all'",
         ),
         (
             "transformers",
