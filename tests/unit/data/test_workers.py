@@ -25,6 +25,11 @@ from kd.parts.registry import default_options
 from kd.setup.build import build_backend, distributed
 from kd.setup.data import BatchSplit, loaders
 
+# torch's handler of SIGCHLD may raise inside torch's own NamedTemporaryFile
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
 PLAN = Plan(torch.arange(400), torch.ones(400))
 
 
