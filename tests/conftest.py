@@ -29,6 +29,7 @@ import yaml
 import kd
 
 # isort: split
+import converted
 import torch
 from pieces import base, merged, paint, teacher_at
 
@@ -140,19 +141,34 @@ def alone(monkeypatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory) -> Callable[..., Path]:
+def shared_folder(tmp_path_factory) -> Path:
+    """The folder of what all workers share."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    return root / "once"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def converted_once(shared_folder) -> Iterator[None]:
+    """Convert a program to ONNX once in all workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        exporter = converted.once(shared_folder / "converted", torch.onnx.export)
+        patch.setattr(torch.onnx, "export", exporter)
+        yield
+
+
+@pytest.fixture(scope="session")
+def once(shared_folder) -> Callable[..., Path]:
     """Build a folder in the first worker that asks, for all of them.
 
     `once("name", build)`, where `build(folder)` returns a path. Nobody writes into it; a test that must, copies it.
     """
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent
 
     def obtain(name: str, build: Callable[[Path], Path]) -> Path:
-        folder = root / "once" / name
-        path_file = root / "once" / f"{name}.done"
-        folder.parent.mkdir(exist_ok=True)
+        folder = shared_folder / name
+        path_file = shared_folder / f"{name}.done"
+        shared_folder.mkdir(exist_ok=True)
         with open(folder.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path_file.exists():
