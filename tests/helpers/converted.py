@@ -44,17 +44,18 @@ def once(folder: Path, export: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(export)
-    def converted(model: Any, *args: Any, f: Any = None, **options: Any) -> Any:
-        if not isinstance(model, ExportedProgram) or args or f is None:
-            return export(model, *args, f=f, **options)
+    def converted(model: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(model, ExportedProgram) or args:
+            return export(model, *args, **options)
+        file = options.pop("f")
         kept = folder / f"{fingerprint(model, options)}.onnx"
         if kept.is_file():
-            shutil.copyfile(kept, f)
+            shutil.copyfile(kept, file)
             return None
-        export(model, f=f, **options)
+        export(model, f=file, **options)
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{kept.name}.{os.getpid()}"
-        shutil.copyfile(f, part)
+        shutil.copyfile(file, part)
         part.replace(kept)  # other workers see a whole file
         return None
 
