@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from pieces import CLASSES, merged, slow
+from pieces import CLASSES, base, merged, slow, teacher_at
 from safetensors.torch import load_file
 from torch.utils.data import TensorDataset
 
@@ -76,14 +78,26 @@ def trained(settings, section, *overrides, **sections):
     return kd.train({**changed, "student": section}, *overrides)
 
 
+@pytest.fixture(scope="module")
+def exported(photos, teacher, tmp_path_factory):
+    """Return the export of a trained student by its architecture. Do not write into
+    it.
+    """
+
+    @functools.cache
+    def export(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        settings = {**base(photos, folder), "teacher": teacher_at(teacher)}
+        return trained(settings, student(name)).export(folder / "export").folder
+
+    return export
+
+
 @pytest.mark.parametrize("name", ["vit", slow("convnext"), slow("resnet")])
-def test_it_is_trained_and_exported_with_equal_outputs(
-    settings, photos, tmp_path, name
-):
+def test_it_is_trained_and_exported_with_equal_outputs(exported, photos, name):
     from kd.deploy.serve.model import describe, load
 
-    run = trained(settings, student(name))
-    export = run.export(tmp_path / "export").folder
+    export = exported(name)
     model = load(describe(export), threads=1, slots=1)
     assert model.labels == CLASSES
     # the library itself loads what was exported
@@ -236,10 +250,10 @@ def test_distill_takes_models_of_transformers():
     assert not torch.equal(network.classifier.weight, first)
 
 
-def test_it_goes_on_from_its_export_in_either_form(settings, tmp_path, capfd):
+def test_it_goes_on_from_its_export_in_either_form(exported, settings, tmp_path, capfd):
     """As docs/watching.md says for every student: the exported file is the start."""
-    run = trained(settings, student("vit"))
-    export = run.export(tmp_path / "export").folder
+    export = exported("vit")
+    capfd.readouterr()
     file = load_file(export / "model.safetensors")
     start = {"kind": "transformers", "init": "pretrained"}
     frozen = {"optimizer": {"lr": 1e-9, "weight_decay": 0}, "teacher": {}}
@@ -253,7 +267,7 @@ def test_it_goes_on_from_its_export_in_either_form(settings, tmp_path, capfd):
         for key, expected in file.items():
             tensor = changed[f"model.student.network.model.{key}"]
             torch.testing.assert_close(tensor, expected, atol=1e-6, rtol=0)
-        again_exported = again.export(tmp_path / name).folder
+        again_exported = again.export(tmp_path / name, onnx=False).folder
         first, second = (
             json.loads((folder / "config.json").read_text())
             for folder in (export, again_exported)
@@ -265,7 +279,8 @@ def test_it_goes_on_from_its_export_in_either_form(settings, tmp_path, capfd):
 
 def test_an_export_is_a_teacher_with_its_classes_and_pixels(settings, folder, tmp_path):
     section = {"kind": "transformers", "model": str(folder), "init": "pretrained"}
-    export = trained(settings, section).export(tmp_path / "export").folder
+    run = trained(settings, section)
+    export = run.export(tmp_path / "export", onnx=False).folder
     teacher = built(str(export), {}, path="teacher", pretrained=True, exact_head=True)
     assert list(teacher.classes) == [*CLASSES]
     normalized = teacher.normalize(torch.zeros(1, 3, 16, 16))[0, :, 0, 0]
@@ -275,8 +290,8 @@ def test_an_export_is_a_teacher_with_its_classes_and_pixels(settings, folder, tm
         assert torch.equal(tensor, file[name])
 
 
-def test_other_classes_of_a_checkpoint_are_told(settings, tmp_path):
-    export = trained(settings, student("vit")).export(tmp_path / "export").folder
+def test_other_classes_of_a_checkpoint_are_told(exported):
+    export = exported("vit")
     start = {"pretrained": True, "checkpoint": str(export)}
     kept = built("vit", VIT, **start)
     assert kept.network.model.classifier.weight.any()
