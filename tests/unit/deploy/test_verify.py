@@ -922,6 +922,7 @@ AGAIN = {  # kinds of lies that another one of LIES is about too
     *(
         "10 another",
         "11 times",
+        "12 means",
         "13 corner",
         "13 no number",
         "14 keys",
@@ -981,7 +982,12 @@ def test_several_labels_have_a_threshold_each_and_one_label_has_none(honest, tmp
     }
 
 
-@pytest.mark.parametrize("kind", EDITED)
+EDITED_AGAIN = ("5 a comment", "5 a section", "5 a licence")  # the same comparison
+
+
+@pytest.mark.parametrize(
+    "kind", [slow(name) if name in EDITED_AGAIN else name for name in EDITED]
+)
 def test_the_card_says_nothing_else(kind, honest, tmp_path):
     liar = make_liar(honest, tmp_path, [])
     EDITED[kind](liar)
