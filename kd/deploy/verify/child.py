@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class Sandbox:
     """
 
     def __init__(self, path: Path, width: int) -> None:
+        self.failed = False
         self.path = path
         self.width = width
         self.process = subprocess.Popen(
@@ -91,7 +93,29 @@ class Sandbox:
         return header, content
 
     def _error(self, wrong: str) -> ModelError:
+        self.failed = True
         return ModelError(f"export.{self.path.name}", wrong, "", "Do not serve it")
+
+
+class Sandboxes(ExitStack):
+    """The graphs' child processes: a graph runs in one until it fails.
+
+    `trust`: graphs that are code may run in this process.
+    """
+
+    def __init__(self, trust: bool) -> None:
+        super().__init__()
+        self.trust = trust
+        self.running: dict[Path, Sandbox] = {}
+        self.callback(self.running.clear)
+
+    def open(self, path: Path, width: int) -> Sandbox:
+        """Return the graph in its process, which is started the first time."""
+        run = self.running.get(path)
+        if run is None or run.failed or run.width != width:
+            run = self.enter_context(closing(Sandbox(path, width)))
+            self.running[path] = run
+        return run
 
 
 def main(path: Path) -> None:

@@ -1,7 +1,6 @@
 """Run an export's graphs and weights on its images, and on random ones."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from kd.deploy.export.write_graphs import CALIBRATION_IMAGES
 from kd.deploy.serve import self_check
 from kd.deploy.serve.engines import open_graph
 from kd.deploy.serve.model import Description
-from kd.deploy.verify.child import Sandbox
+from kd.deploy.verify.child import Sandbox, Sandboxes
 from kd.deploy.verify.comparison import Claims, mark_gaps
 from kd.deploy.verify.images import ListedImages
 from kd.files.manifest import MANIFEST
@@ -49,40 +48,38 @@ def check_outputs(
     images: ListedImages,
     task: Task,
     network: Classifier | None,
-    trust: bool,
     second: Description | None,
+    sandboxes: Sandboxes,
 ) -> None:
     """Run graphs and weights on the images, and make the manifest's values again."""
     labels = claims.labels
     if images.repeated(claims):  # a list of millions of lines would take hours
         return
     pixels = claims.claimed["input"]
-    with ExitStack() as stack:
-        runners = _open_runners(claims, trust, stack)
-        if not runners:
-            return
-        eager = None
-        # vectors in the teacher's space need weights that model.safetensors lacks
-        if network is not None and not claims.claimed["output"].get("space"):
-            eager = parity.eager_runner(network)
-        reference = eager or next(iter(runners.values()))
-        outputs = parity.compare(
-            reference, runners, images.batches(pixels, labels, task)
-        )
-        sandbox_ms = {
-            name: run.median_cpu_ms(outputs.first[None])
-            for name, run in runners.items()
-            if isinstance(run, Sandbox)
-        }
-        outputs = replace(outputs, cpu_ms={**outputs.cpu_ms, **sandbox_ms})
-        claims.images = len(outputs.labels)
-        images.compare_pixels(claims, outputs.images)
-        remade = _repeated_facts(claims, outputs, task, eager is not None)
-        claims.add_evidence(IMAGES, remade)
-        if eager is not None:
-            _check_random_images(claims, eager, runners, outputs)
-        if second is not None:
-            _check_pair(claims, outputs, task, second, images)
+    runners = _open_runners(claims, sandboxes)
+    if not runners:
+        return
+    eager = None
+    # vectors in the teacher's space need weights that model.safetensors lacks
+    if network is not None and not claims.claimed["output"].get("space"):
+        eager = parity.eager_runner(network)
+    reference = eager or next(iter(runners.values()))
+    outputs = parity.compare(reference, runners, images.batches(pixels, labels, task))
+    sandbox_ms = {
+        name: run.median_cpu_ms(outputs.first[None])
+        for name, run in runners.items()
+        if isinstance(run, Sandbox)
+    }
+    outputs = replace(outputs, cpu_ms={**outputs.cpu_ms, **sandbox_ms})
+    claims.images = len(outputs.labels)
+    images.compare_pixels(claims, outputs.images)
+    remade = _repeated_facts(claims, outputs, task, eager is not None)
+    claims.add_evidence(IMAGES, remade)
+    if eager is not None:
+        _check_random_images(claims, eager, runners, outputs)
+    if second is not None:
+        _check_pair(claims, outputs, task, second, images, sandboxes)
+    sandboxes.close()  # servers are timed below
     if eager is not None:
         _check_preprocessing(claims, outputs)
         if task.logits and not claims.old:
@@ -91,7 +88,7 @@ def check_outputs(
     _check_speed(claims, outputs)
 
 
-def repeat_self_check(claims: Claims) -> None:
+def repeat_self_check(claims: Claims, sandboxes: Sandboxes) -> None:
     """Decode the self-check's images as `kd-serve` does, and run each graph on them."""
     entries = claims.claimed.get(self_check.KEY, {})
     graphs = [name for name in claims.graphs if not registry.graphs()[name].code]
@@ -122,7 +119,8 @@ def repeat_self_check(claims: Claims) -> None:
         path = claims.folder / name
         width = claims.claimed["output"]["width"]
         reads = claims.reading(f"{self_check.KEY}/{name}")
-        with closing(Sandbox(path, width)) as run, reads:
+        with reads:
+            run = sandboxes.open(path, width)
             differences = self_check.differences(arrays, name, run, *reading)
             bound = ALLOWED * self_check.allowed(name, arrays[name], arrays[exact])
             if (
@@ -140,7 +138,7 @@ def repeat_self_check(claims: Claims) -> None:
             claims.add_evidence(FILES, {self_check.KEY: {name: remade}})
 
 
-def _open_runners(claims: Claims, trust: bool, stack: ExitStack) -> dict[str, Runner]:
+def _open_runners(claims: Claims, sandboxes: Sandboxes) -> dict[str, Runner]:
     """Return the graphs that run here; a graph that fails on a grey image is WRONG."""
     runners: dict[str, Runner] = {}
     size = claims.claimed["input"]["size"]
@@ -149,12 +147,12 @@ def _open_runners(claims: Claims, trust: bool, stack: ExitStack) -> dict[str, Ru
         path = claims.folder / name
         code = registry.graphs()[name].code
         reason = registry.exporter(name).missing(name, False)
-        if code and not trust:
+        if code and not sandboxes.trust:
             reason = "a pickle: see --trust"
         if not reason and code:
             runners[name] = open_graph(path)
         elif not reason:
-            run = stack.enter_context(closing(Sandbox(path, width)))
+            run = sandboxes.open(path, width)
             try:
                 run(np.full((1, 3, size, size), 127, np.uint8))
                 runners[name] = run
@@ -346,14 +344,15 @@ def _check_pair(
     task: Task,
     second: Description,
     images: ListedImages,
+    sandboxes: Sandboxes,
 ) -> None:
     """Run the second export's graph on the images, and measure the pair's promises."""
     claimed = claims.claimed["cascade"]
     file = claimed["file"]
     second_path = second.folder / second.file
-    with closing(Sandbox(second_path, second.output.width)) as run:
-        batches = images.batches(claims.claimed["input"], claims.labels, task)
-        logits = np.concatenate([run(pixels) for pixels, *_ in batches])
+    run = sandboxes.open(second_path, second.output.width)
+    batches = images.batches(claims.claimed["input"], claims.labels, task)
+    logits = np.concatenate([run(pixels) for pixels, *_ in batches])
     threshold = claims.claimed["output"]["defer"]["threshold"]
     _, values = values_at(
         outputs, file, torch.from_numpy(logits), task, _points_behind(claims), threshold

@@ -20,6 +20,7 @@ from kd.deploy.export.receipt import licence_lines
 from kd.deploy.export.signature import require_signature
 from kd.deploy.serve import self_check
 from kd.deploy.serve.model import Description, describe
+from kd.deploy.verify.child import Sandboxes
 from kd.deploy.verify.comparison import OPEN, RIGHT, WRONG, Claims, Row, row
 from kd.deploy.verify.files import (
     check_graph_files,
@@ -155,7 +156,8 @@ def verify(options: VerifyOptions) -> Verdict:
             folder,
             evidence_given={name for name, value in evidence if value},
         )
-        _check(claims, manifest, options)
+        with Sandboxes(options.trust) as sandboxes:
+            _check(claims, manifest, options, sandboxes)
         return Verdict(manifest, claims.rows)
     except OSError as error:
         wrong = f"'{folder}' cannot be read ({error.strerror}: '{error.filename}')"
@@ -170,7 +172,12 @@ def verify(options: VerifyOptions) -> Verdict:
         ) from error
 
 
-def _check(claims: Claims, manifest: dict[str, Any], options: VerifyOptions) -> None:
+def _check(
+    claims: Claims,
+    manifest: dict[str, Any],
+    options: VerifyOptions,
+    sandboxes: Sandboxes,
+) -> None:
     folder = options.export
     listed = manifest["files"]
     files = present_files(folder, listed)
@@ -214,14 +221,14 @@ def _check(claims: Claims, manifest: dict[str, Any], options: VerifyOptions) -> 
         is_readable = True
     if is_readable:
         with claims.reading(self_check.FILE):
-            repeat_self_check(claims)
+            repeat_self_check(claims, sandboxes)
     if options.data and lines and task is not None and is_readable:
         with (
             tempfile.TemporaryDirectory() as copies,
             claims.reading("predictions on the images"),
         ):
             images = ListedImages.locate(options.data, lines, Path(copies, "shards"))
-            check_outputs(claims, images, task, network, options.trust, second)
+            check_outputs(claims, images, task, network, second, sandboxes)
     if options.run is not None:
         from kd.deploy.verify.run_folder import check_run  # imports that open runs
 
