@@ -19,7 +19,12 @@ from kd.core.types import Outputs
 from kd.models.checkpoints import require_no_adapter
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
-from kd.models.timm_folder import folder_config
+from kd.models.timm_folder import (
+    ARCHITECTURE,
+    WEIGHTS,
+    folder_config,
+    require_fetched,
+)
 from kd.parts.networks._processor import (
     IMAGENET,
     Preparation,
@@ -89,9 +94,13 @@ def read_config(spec: Spec, hub: Any) -> Any:
     _require_folder(spec)
     require_no_adapter(f"{spec.config_path}.model", Path(spec.model))
     exported = read_exported(spec)
+    named = names_architecture(spec, hub)
+    if not (named or Path(spec.model).is_dir()):  # transformers tries for 20 s
+        place = f"{spec.config_path}.model"
+        require_fetched(place, f"hf-hub:{spec.model}", (*WEIGHTS, *ARCHITECTURE))
     try:
         with quiet(hub):
-            if exported or names_architecture(spec, hub):
+            if exported or named:
                 config, unknown = _build_config(spec, hub, exported)
             else:
                 config, unknown = hub.AutoConfig.from_pretrained(
@@ -100,8 +109,6 @@ def read_config(spec: Spec, hub: Any) -> Any:
                     trust_remote_code=False,
                     **spec.args,
                 )
-    except ModelError:
-        raise
     # transformers raises many types, all caused by the folder
     except Exception as error:
         raise _loading_error(spec, error) from error
