@@ -161,7 +161,7 @@ def names_architecture(spec: Spec, hub: Any) -> bool:
         wrong = f"'{spec.model}' is an architecture, which has no weights"
         remedy = "Name a folder or a hub id"
         if spec.config_path == "student":
-            remedy += f", or set {spec.config_path}.checkpoint to weights of it"
+            remedy += f", or set {spec.config_path}.checkpoint to its weights"
         raise ModelError(config_path, wrong, allowed, remedy)
     if is_student:
         allowed += ", or an architecture of transformers, such as vit"
@@ -170,7 +170,7 @@ def names_architecture(spec: Spec, hub: Any) -> bool:
 
 
 def read_exported(spec: Spec) -> dict[str, Any]:
-    """Return config.json of an export of kd; {} if `model` is none.
+    """Return config.json of an export of kd; {} for another `model`.
 
     Raises:
         ModelError: it is an export of another kind.
