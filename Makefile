@@ -25,6 +25,8 @@ WORKERS := $(or $(KD_TEST_WORKERS),$(shell echo $$(($$(nproc 2>/dev/null || sysc
 PYTEST := -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # not compiled: of 24,000 modules a run imports a few thousand, and all of them took 66 CPU seconds
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
+# so the first import writes what later ones read; without it `import torch` takes 4.9 CPU seconds in each process, not 2.0
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: docs run test test-slow test-xla test-floor gpu soak mutants compare proof story bench lint clean
 
