@@ -86,7 +86,7 @@ def init(
             "the student starts" if teacher else "teacher and student start",
             "" if teacher else "--teacher FILE and ",
         )
-    limits = ["drop<=2"]
+    limits = ["drop<=3"]
     limits += [f"{key}<={limit:g}" for key, limit in (("ms", ms), ("mb", mb)) if limit]
     config = _yaml(str(file))
     run = f"runs/{file.stem}"
