@@ -86,7 +86,8 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
                 "",
                 *summary_lines(record_of(folder, recipe)),
                 f"Next: `kd-export {path}{trust}` checks the student and writes what"
-                f" timm and onnxruntime load; `kd-serve {path}/export` serves it on a CPU."
+                f" timm and onnxruntime load; `kd-serve {path}/export` serves it on a"
+                " CPU."
                 f" `kd-report {path}` writes a page about the run.",
                 "",
             ]
