@@ -200,7 +200,9 @@ def _build_config(
     if names := exported.get("label_names"):
         config.num_labels = len(names)
         config.id2label = dict(enumerate(names))
-        model_class = hub.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[config_class]
+        mapped = hub.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[config_class]
+        # DeiT and LeViT have two; `from_config`, which built it, takes the first
+        model_class = mapped[0] if isinstance(mapped, tuple) else mapped
         config.architectures = [model_class.__name__]
     return config, unknown
 
@@ -223,7 +225,7 @@ def preprocessing(
     """
     preparation = IMAGENET
     if exported := read_exported(spec):
-        preparation = _exported_preparation(exported)
+        preparation = exported_preparation(exported)
     elif not spec.free_size or has_processor(spec.model):
         with quiet(hub):
             preparation = measure_processor(spec, read_processor(spec, hub))
@@ -240,7 +242,7 @@ def preprocessing(
     return arguments, preparation
 
 
-def _exported_preparation(exported: dict[str, Any]) -> Preparation:
+def exported_preparation(exported: dict[str, Any]) -> Preparation:
     """Return how an export prepares pixels."""
     pixels = exported["pretrained_cfg"]
     return Preparation(
