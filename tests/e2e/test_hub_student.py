@@ -76,7 +76,7 @@ def trained(settings, section, *overrides, **sections):
 
 @pytest.mark.parametrize("name", ["vit", slow("convnext"), slow("resnet")])
 def test_it_is_trained_and_exported_with_equal_outputs(
-    settings, photos, tmp_path, name
+    settings, photos, tmp_path, command, name
 ):
     from kd.deploy.serve.model import describe, load
 
@@ -84,6 +84,8 @@ def test_it_is_trained_and_exported_with_equal_outputs(
     export = run.export(tmp_path / "export").folder
     model = load(describe(export), threads=1, slots=1)
     assert model.labels == CLASSES
+    verified = command("verify", export)
+    assert verified.code == 0, verified.out
     # the library itself loads what was exported
     about = json.loads((export / "config.json").read_text())
     config = hub.AutoConfig.for_model(
