@@ -51,7 +51,7 @@ def main() -> None:
         options.work.mkdir(parents=True, exist_ok=True)
         folder = str(options.folder.resolve())
         weights = str(options.weights.resolve())
-        call("init", folder, "--teacher", weights, "--mb", "4", "-o", str(file))
+        call("init", folder, "--teacher", weights, "--student-mb", "4", "-o", str(file))
     content: dict[str, Any] = yaml.safe_load(file.read_text())
     values = {
         "losses.0.temperature": content["losses"][0]["temperature"],

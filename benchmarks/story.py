@@ -13,7 +13,7 @@ the timeline; operators are those of `profile/operators.json`. Accuracy has its 
 interval on validation images. `optimizer_mib` is of one rank.
 
 Rows are kept in WORK/rows.jsonl, and a row that is there is not made again. `--page`
-writes table and picture into docs/story.md. Not here: several GPUs, and a network
+writes table and picture into docs/faster.md. Not here: several GPUs, and a network
 between them.
 """
 
@@ -38,7 +38,8 @@ from kd.files.storage import append_rows, read_rows
 from kd.study.report.charts import FILE, Axis, Series, stack
 
 CONFIG = HERE.parent / "configs" / "story.yaml"
-PAGE = HERE.parent / "docs" / "story.md"
+PAGE = HERE.parent / "docs" / "faster.md"
+PICTURE = "story.svg"
 BEGIN = "<!-- written by benchmarks/story.py -->\n"
 END = "<!-- end -->"
 COLORS = ("#d9822b", "#8e5bd0", "#2f6fde", "#1f8f9e", "#cfd5de")  # of `PARTS`
@@ -210,7 +211,11 @@ def table_of(rows: list[dict[str, Any]]) -> str:
         ]
         lines.append(
             {
-                "": row["name"],
+                "row": str(row["step"]),
+                "what changes": (
+                    (f"`{row['change']}`" if row["change"] else row["name"])
+                    + (f", {row['ranks']:.0f} ranks" if row["ranks"] > 1 else "")
+                ),
                 "images/s": f"{row['steady_images_per_second']:.1f}",
                 "times": f"{row['steady_images_per_second'] / first:.2f}",
                 "data, teacher, student, %": ", ".join(shares),
@@ -255,7 +260,9 @@ def main() -> None:
         "--images", type=int, default=640, help="images that each row trains on"
     )
     parser.add_argument(
-        "--page", action="store_true", help="write table and picture into docs/story.md"
+        "--page",
+        action="store_true",
+        help="write table and picture into docs/faster.md",
     )
     parser.add_argument("--no-record", action="store_true", help="write no CSV")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -297,10 +304,10 @@ def main() -> None:
         page = PAGE.read_text()
         head = page[: page.index(BEGIN) + len(BEGIN)]
         tail = page[page.index(END) :]
-        PAGE.with_suffix(".svg").write_text(drawn(table_rows))
+        PAGE.with_name(PICTURE).write_text(drawn(table_rows))
         PAGE.write_text(
             f"{head}\n{text}\n\n![milliseconds per image, by part of a"
-            f" step](story.svg)\n\n{tail}"
+            f" step]({PICTURE})\n\n{tail}"
         )
 
 

@@ -266,7 +266,7 @@ def try_first() -> str:
         ]
     elements += [
         '<text class="small" x="548" y="72">which keys</text>',
-        '<text class="small" x="791" y="56">in the story, each</text>',
+        '<text class="small" x="791" y="56">in the example, each</text>',
         '<text class="small" x="791" y="72">on top of the last</text>',
     ]
     label = "where the time of a step goes, which key to try, and what it gave"

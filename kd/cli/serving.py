@@ -22,6 +22,7 @@ from kd.cli.command import (
 from kd.core.errors import Interrupted
 from kd.core.text import VARIANTS_NOTE, markdown_table, variant_rows
 from kd.deploy.export.flags import ExportOptions, accepted_line
+from kd.files.manifest import graphs_by_priority
 
 # SageMaker starts a container as `docker run IMAGE serve`, with the export in a folder
 SAGEMAKER_WORD = "serve"
@@ -63,6 +64,9 @@ def export(argv: Sequence[str] | None = None) -> int:
         if settings.onnx:
             second = f" --second {options.second}" if cascade else ""
             print(f"serve it: kd-serve {exported.folder}{second}")
+            first, *others = graphs_by_priority(exported.manifest)
+            if others:
+                print(f"          it loads {first}; --file loads {' or '.join(others)}")
 
     return run_guarded(command)
 

@@ -24,12 +24,12 @@ from kd.core.references import redact
 
 
 def init(argv: Sequence[str] | None = None) -> int:
-    """Write the configuration of a run: `kd-init FOLDER [--latency MS] [--mb MB]`."""
+    """Write the configuration of a run: `kd-init FOLDER [--student-ms MS]`."""
     parser = new_parser(
         "kd-init",
         "Inspect a folder of images and this machine, and write a commented"
         " configuration.",
-        "kd-init photos --latency 10ms --mb 4",
+        "kd-init photos --student-ms 10 --student-mb 4",
         with_config=False,
     )
     add = parser.add_argument
@@ -38,24 +38,32 @@ def init(argv: Sequence[str] | None = None) -> int:
         " and a table of labels"
     )
     add("folder", metavar="FOLDER", type=Path, help=text)
-    text = "largest latency per image, such as 10ms: students are timed on this machine"
-    add("--latency", dest="ms", metavar="MS", type=number("ms"), help=text)
-    add(
-        "--mb",
-        metavar="MB",
-        type=number("mb"),
-        help="largest size of the student, megabytes",
+    text = (
+        "most milliseconds per image: students are timed on this machine (--latency is"
+        " the old name)"
     )
+    names = ("--student-ms", "--latency")
+    add(*names, dest="ms", metavar="MS", type=number("ms"), help=text)
+    text = "most megabytes of the student in float32 (--mb is the old name)"
+    add("--student-mb", "--mb", dest="mb", metavar="MB", type=number("mb"), help=text)
     text = (
         "pretrained weights: a name, a file, NAME=FILE or a folder (default: the"
         " largest in the hub's cache here)"
     )
     add("--teacher", dest="teacher_weights", metavar="WEIGHTS", default="", help=text)
     text = (
-        "pretrained weights of the student, as for --teacher; MS and MB are then"
-        " checked by kd-export only"
+        "pretrained weights of the student, as for --teacher; given several times, MS"
+        " and MB choose; given once, only kd-export checks MS and MB (default: with MS"
+        " or MB, the largest within them in the hub's cache here; else random weights)"
     )
-    add("--student", dest="student_weights", metavar="WEIGHTS", default="", help=text)
+    add(
+        "--student",
+        dest="student_weights",
+        metavar="WEIGHTS",
+        action="append",
+        default=[],
+        help=text,
+    )
     text = (
         "where to write, never over an existing file (default: FOLDER's name with"
         " .yaml)"

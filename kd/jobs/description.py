@@ -144,7 +144,7 @@ def _class_skew(labels: torch.Tensor) -> list[str]:
     return [
         f"classes   the {num_largest} largest have {100 * share:.0f} % of the images"
         f" ({sizes[0]} to {sizes[num_largest - 1]} each, the smallest {sizes[-1]}); see"
-        " docs/sifting.md, uneven classes"
+        " docs/faster.md, uneven classes"
     ]
 
 

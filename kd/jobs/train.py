@@ -27,6 +27,7 @@ from kd.jobs.observe import gapless_time_tables
 from kd.setup.build import distributed
 from kd.setup.build_teacher import META, RunContext, Teachers, load_teachers
 from kd.setup.data import Data, open_data
+from kd.setup.finished import needs_trust
 from kd.setup.recipe import (
     Recipe,
     Record,
@@ -78,12 +79,15 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
             from kd.study.report.summary import summary_lines
 
             path = shlex.quote(str(recipe.path))
+            models = {"student": recipe.student}
+            trust = " --trust" if needs_trust(recipe.path, models) else ""
             lines = [
                 f"# {record.name}",
                 "",
                 *summary_lines(record_of(folder, recipe)),
-                f"Next: `kd-export {path}` checks the student and writes what timm and"
-                f" onnxruntime load; `kd-serve {path}/export` serves it on a CPU."
+                f"Next: `kd-export {path}{trust}` checks the student and writes what"
+                f" timm and onnxruntime load; `kd-serve {path}/export` serves it on a"
+                " CPU."
                 f" `kd-report {path}` writes a page about the run.",
                 "",
             ]

@@ -64,21 +64,20 @@ def find(folder: str, kind: str, config_path: str) -> ModuleType:
     """
     is_outside = "." in kind
     path = kind if is_outside else f"kd.parts.{folder}.{kind}"
-    kinds = names(folder)
-    if not is_outside and kind not in kinds:
+    if path in sys.modules and (is_outside or not kind.startswith("_")):
+        module = sys.modules[path]  # listing a folder costs 0.3 ms
+    elif not is_outside and kind not in (kinds := names(folder)):
         wrong = f"no part named {kind!r} in {folder}"
         allowed = f"Allowed: {', '.join(kinds)}"
         remedy = did_you_mean(kind, kinds) or "Run `kd-parts` to list them"
         raise PartNotFound(config_path, wrong, allowed, remedy)
-    if path in sys.modules:
-        module = sys.modules[path]
     else:
-        module = _import_part(path, config_path, kinds)
+        module = _import_part(path, config_path, names(folder))
     is_part = dataclasses.is_dataclass(getattr(module, "Options", None))
     if not is_part or not callable(getattr(module, "build", None)):
         wrong = f"the module {kind!r} is not a part"
         allowed = "A part has a frozen dataclass `Options` and a function `build`"
-        remedy = f"Add them, or choose one of: {', '.join(kinds)}"
+        remedy = f"Add them, or choose one of: {', '.join(names(folder))}"
         raise PartNotFound(config_path, wrong, allowed, remedy)
     return module
 

@@ -95,6 +95,19 @@ def parse(file: Path | str, text: str, trust: bool) -> Config:
     raise untrusted(key, f"names the module '{module}', which '{file}' would import")
 
 
+def needs_trust(path: Path, sections: Mapping[str, Any]) -> bool:
+    """Return whether commands on a run need `--trust` to build its models.
+
+    `sections`: the models by their config paths.
+    """
+    try:
+        opened_run(path)
+        Trust(code=False, images=False).check_models(sections)
+    except RunError:
+        return True
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Trust:
     """Hold the permissions of `--trust`."""

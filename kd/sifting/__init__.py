@@ -1,6 +1,6 @@
 """These names replace those of SageMaker's `smart_sifting`, in any PyTorch loop.
 
-Parameters, defaults, errors and metric names are as documented there; docs/sifting.md
+Parameters, defaults, errors and metric names are as documented there; docs/sagemaker.md
 lists where each name stood.
 
 The method is Selective-Backprop (arXiv:1910.00762), written without access to the

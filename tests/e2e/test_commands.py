@@ -84,6 +84,7 @@ def test_teach_train_evaluate_and_export_go_together(
     )
     assert float(rows["teacher"][0].split()[0]) > 60
     assert "Next: `kd-export" in trained.out
+    assert "--trust" not in trained.out
 
     run = tmp_path / "runs" / "tiny"
     rows = [last_row(folder) for folder in (teacher.parent, run, run / "labels_only")]
@@ -605,7 +606,7 @@ def test_a_module_that_python_starts_prints_one_line(words, code, expected):
     a word.
     """
     process = subprocess.run(
-        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=240
     )
     assert process.returncode == code
     (line,) = (process.stdout + process.stderr).splitlines()

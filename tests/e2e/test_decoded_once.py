@@ -74,7 +74,7 @@ def test_filling_that_was_killed_goes_on(written, command, tmp_path):
         env=environment,
         stdout=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline and filling.poll() is None:
         if any(
             path.stat().st_blocks

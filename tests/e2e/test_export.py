@@ -92,6 +92,9 @@ def test_the_command_prints_its_files_and_writes_archives(distilled, command, tm
     assert lines[-1] == f"serve it: kd-serve {target}"
     assert listing(tmp_path / "student-sagemaker") == ["model.tar.gz"]
     assert "\nlicense: apache-2.0\n" in (target / "README.md").read_text()
+    answer = command("export", distilled, "--to", target, "--int8")
+    expected = "it loads model.onnx; --file loads model.int8.onnx"
+    assert answer.out.splitlines()[-1].strip() == expected
 
 
 def test_without_graphs_no_data_is_needed(distilled, command, tmp_path):

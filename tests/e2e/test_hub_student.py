@@ -94,12 +94,14 @@ def exported(photos, teacher, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["vit", slow("convnext"), slow("resnet")])
-def test_it_is_trained_and_exported_with_equal_outputs(exported, photos, name):
+def test_it_is_trained_and_exported_with_equal_outputs(exported, photos, command, name):
     from kd.deploy.serve.model import describe, load
 
     export = exported(name)
     model = load(describe(export), threads=1, slots=1)
     assert model.labels == CLASSES
+    verified = command("verify", export)
+    assert verified.code == 0, verified.out
     # the library itself loads what was exported
     about = json.loads((export / "config.json").read_text())
     config = hub.AutoConfig.for_model(
@@ -178,11 +180,11 @@ def test_a_classifier_of_fewer_unnamed_classes_is_not_kept_in_silence(folder):
     assert "2 other classes" in network.notes[0]
 
 
-def built(model, args, classes=CLASSES, path="student", **keys):
-    """Build a student of 16 pixels as a run does."""
+def built(model, args, classes=CLASSES, path="student", size=16, **keys):
+    """Build a student as a run does; `size`: of the data, pixels."""
     spec = Spec(path, model, args, classes, free_size=not keys, **keys)
     options = registry.default_options("networks", "transformers")
-    context = {"spec": spec, "image_size": 16, "features": ()}
+    context = {"spec": spec, "image_size": size, "features": ()}
     return registry.build("networks", "transformers", options, "kind", **context)
 
 
@@ -222,7 +224,11 @@ def test_tokens_positions_and_vectors_do_not_decay():
         ),
         ("vit", {"num_labels": 4}, r"^student\.args\.num_labels: .*the data's classes"),
         ("vit", {"hidden_size": "x"}, r"^student\.args: 'vit' cannot be built"),
-        ("nobody/nothing", {}, r"^student\.model: 'nobody/nothing' cannot be loaded"),
+        (
+            "nobody/nothing",
+            {},
+            r"^student\.model: the weights of 'hf-hub:nobody/nothing'",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(model, args, message):
@@ -318,3 +324,24 @@ def test_attention_is_that_of_the_key():
 def test_a_folder_that_is_not_there_is_no_matter_of_the_hub(path):
     with pytest.raises(kd.KdError, match=r"^student\.model: there is no folder"):
         built(path, {}, pretrained=True)
+
+
+def test_other_pixels_than_those_of_an_export_are_refused(settings, folder, tmp_path):
+    section = {"kind": "transformers", "model": str(folder), "init": "pretrained"}
+    export = trained(settings, section).export(tmp_path / "export").folder
+    with pytest.raises(kd.KdError, match=r"^student\.checkpoint: .*mean \(0\.1, 0\.2"):
+        built("vit", VIT, pretrained=True, checkpoint=str(export / "model.safetensors"))
+    other = built(str(export), {}, pretrained=True, size=24)
+    assert other.input_size == 16
+    assert "16 px on images of 24 px" in other.notes[-1]
+
+
+def test_an_architecture_with_two_classifiers_is_read_from_its_export(
+    settings, tmp_path
+):
+    section = {**student("vit"), "model": "deit"}
+    export = trained(settings, section).export(tmp_path / "export").folder
+    network = built(str(export), {}, pretrained=True)
+    file = load_file(export / "model.safetensors")
+    for name, tensor in network.network.model.state_dict().items():
+        assert torch.equal(tensor, file[name])

@@ -48,6 +48,7 @@ def test_it_is_trained_evaluated_reported_exported_and_served(
     from kd.deploy.serve.model import describe, load
 
     run = kd.train(configuration)
+    assert f"Next: `kd-export {run.folder} --trust`" in run.report
     for name in ("evaluate", "export"):
         assert refused(name, run.folder).startswith(
             "student.kind: is 'torch', so that 'mine:small' would run"

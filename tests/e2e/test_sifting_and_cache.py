@@ -104,7 +104,7 @@ def test_filling_that_was_killed_goes_on(written, command, tmp_path):
         stdout=subprocess.DEVNULL,
     )
     file = Path(tmp_path / "cache" / "view_0000.logits")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while (
         not (file.exists() and any(file.read_bytes()))
         and time.monotonic() < deadline

@@ -244,6 +244,8 @@ def test_the_story_is_told_by_the_files_of_its_runs(tmp_path):
     row = {
         "step": 0,
         "name": "as it was",
+        "change": "",
+        "ranks": 1,
         "steady_images_per_second": 10.0,
         "optimizer_mib": 42.0,
         "accuracy": 50.0,
@@ -260,13 +262,16 @@ def test_the_story_is_told_by_the_files_of_its_runs(tmp_path):
             row
             | {
                 "step": 1,
-                "name": "bfloat16",
+                "change": "backend.precision=bf16",
+                "ranks": 2,
                 "steady_images_per_second": 25.0,
                 "finding": "",
             },
         ]
     )
     assert "10, 60, 30" in text
+    assert "as it was" in text
+    assert "`backend.precision=bf16`, 2 ranks" in text
     assert "Precision Teacher" in text
     assert "2.50" in text
     assert story.BEGIN in story.PAGE.read_text()

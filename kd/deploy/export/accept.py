@@ -55,6 +55,7 @@ class AcceptSearch:
         for name, values, reason in self._attempts():
             if not reason:
                 self._record(name, values)
+                exporter.artifacts.lines.extend(self._student_lines())
                 for candidate in {*exporter.candidates} - {*requested, name}:
                     exporter.remove(candidate)
                 return
@@ -161,19 +162,37 @@ class AcceptSearch:
             raise ModelError("--accept", wrong, "", "Leave ece out")
         return {word: losses[word] for word in losses if word in ("drop", *self.limits)}
 
-    def _points_behind(self) -> float:
-        """Return the recorded points of the student behind its teacher; 0 if unused."""
-        if "teacher-drop" not in self.limits:
-            return 0.0
+    def _student_lines(self) -> list[str]:
+        """Return a line if the student itself is worse than its teacher."""
+        behind = self._recorded_points_behind()
+        if "teacher-drop" in self.limits or behind is None or behind <= 0:
+            return []
+        return [
+            f"the student itself is {behind:.1f} points below its teacher on the"
+            " validation images; drop counts from the student, teacher-drop from the"
+            " teacher"
+        ]
+
+    def _recorded_points_behind(self) -> float | None:
+        """Return the recorded points of the student behind its teacher, if any."""
         subject = self.exporter.subject
         key = self.exporter.task.scores.own[0].key
         scored = subject.scored[0]
         row = subject.provenance["metrics"] if scored is None else scored.row
         if key not in row or f"teacher_{key}" not in row:
+            return None
+        return 100 * (row[f"teacher_{key}"] - row[key])
+
+    def _points_behind(self) -> float:
+        """Return the points of the student behind its teacher; 0 if unused."""
+        if "teacher-drop" not in self.limits:
+            return 0.0
+        behind = self._recorded_points_behind()
+        if behind is None:
             wrong = (
                 "teacher-drop has nothing to compare with: the run recorded no score of"
                 " its teacher"
             )
             remedy = "Say drop, which is against the student as trained"
             raise ModelError("--accept", wrong, "", remedy)
-        return 100 * (row[f"teacher_{key}"] - row[key])
+        return behind

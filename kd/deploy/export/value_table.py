@@ -24,7 +24,7 @@ NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3
 """JSON's numbers (RFC 8259), as far as a float64 keeps their whole digits (15). So 007
 and a long article number are texts.
 """
-DIGITS = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?")
+DIGITS = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 NOT_FINITE = ("nan", "inf", "infinity")  # what `float` reads, and JSON has not
 TAKEN = {"image", "error", "scores"} | {field.name for field in fields(Answer)}
@@ -164,13 +164,6 @@ def _require_cells(number: int, columns: Sequence[str], row: Sequence[str]) -> N
         ):
             wrong = f"{place}: '{cell}' is no number that JSON has"
             raise ValueError(f"{wrong}. Leave the cell empty, which becomes null")
-        if DECIMAL_COMMA.fullmatch(cell):
-            point = cell.replace(",", ".")
-            whole = cell.replace(",", "")
-            raise ValueError(
-                f"{place}: '{cell}' has a comma. Write {point} if it is a decimal"
-                f" comma, {whole} if it separates thousands"
-            )
 
 
 def _typed(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[Value]]:
@@ -179,11 +172,30 @@ def _typed(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[V
     None stands for an empty cell.
     """
     typed = list[list[Value]]()
-    for cells in zip(*rows, strict=True):
+    for column, cells in zip(columns, zip(*rows, strict=True), strict=True):
+        _require_points(column, [cell for cell in cells if cell])
         are_numbers = all(NUMBER.fullmatch(cell) for cell in cells if cell)
         convert = json.loads if are_numbers else str
         typed.append([convert(cell) if cell else None for cell in cells])
     return typed
+
+
+def _require_points(column: str, cells: Sequence[str]) -> None:
+    """Refuse a column of numbers of which some have a comma; `1,3` among texts is one.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    commas = [cell for cell in cells if DECIMAL_COMMA.fullmatch(cell)]
+    numbers = [cell for cell in cells if NUMBER.fullmatch(cell)]
+    if not commas or len(commas) + len(numbers) < len(cells):
+        return
+    cell = commas[0]
+    point, whole = cell.replace(",", "."), cell.replace(",", "")
+    raise ValueError(
+        f"column '{column}': '{cell}' has a comma. Write {point} if it is a decimal"
+        f" comma, {whole} if it separates thousands"
+    )
 
 
 def _title(column: str, values: Sequence[Value]) -> str:

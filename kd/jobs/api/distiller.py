@@ -114,7 +114,7 @@ class Distiller:
         if self._cache is not None and not self._cache.get("path"):
             allowed = "A folder, or {'path': FOLDER, ...}"
             raise ConfigError("cache", "names no folder", allowed, "Choose a folder")
-        self._require_losses()
+        self._kind = self._labels_kind()
         self._parts: _Parts | None = None
         self.per_image = torch.zeros(0)
         self.terms: dict[str, Tensor] = {}
@@ -159,7 +159,9 @@ class Distiller:
             wrong = f"has the shape {list(student.shape)} for {len(images)} images"
             raise DataError("student_outputs", wrong, "Logits [images, classes]")
         if self._parts is None:
-            kind = "sets" if getattr(labels, "ndim", 1) == 2 else "all"
+            kind = self._kind
+            if labels is not None:
+                kind = "sets" if getattr(labels, "ndim", 1) == 2 else "all"
             self._parts = self._build(images, student.shape[1], kind)
             if labels is not None:
                 labels = self._parts.labels.check(labels, "this batch")
@@ -178,8 +180,8 @@ class Distiller:
         return scores["loss"].mean()
 
     @preserve_random_state()
-    def _require_losses(self) -> None:
-        """Check losses and cache on placeholders, for labels of either kind."""
+    def _labels_kind(self) -> str:
+        """Check losses and cache on placeholders; return the first fitting `labels`."""
         errors = []
         for kind in ("all", "sets"):
             try:
@@ -187,7 +189,7 @@ class Distiller:
             except ConfigError as error:
                 errors.append(error)
             else:
-                return
+                return kind
         raise errors[0]
 
     def _recipe(self, images: Tensor, labels: str) -> Recipe:

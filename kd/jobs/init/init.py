@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,11 @@ from kd.core.errors import ConfigError
 from kd.core.host import cores, free_mib
 from kd.jobs.init.folder import ImageFolder, Keys, inspect_folder
 from kd.jobs.init.networks import (
-    COARSE,
     ChosenTeacher,
-    find_student,
     find_teacher,
-    pretrained_keys,
     resampled_note,
 )
+from kd.jobs.init.students import COARSE, Budget, choose_student
 from kd.jobs.init.trial import FEWEST, tried
 from kd.models.timm_folder import input_keys, takes_any_size
 from kd.setup.open_store import decoded_bytes, keep_rules
@@ -40,7 +39,7 @@ def init(
     folder: Path,
     to: Path | None,
     teacher_weights: str,
-    student_weights: str,
+    student_weights: Sequence[str],
     ms: float | None,
     mb: float | None,
 ) -> tuple[Path, list[str]]:
@@ -61,13 +60,10 @@ def init(
     size = recommended.image_side(images.side, gpu, teacher is not None)
     if teacher is not None:
         teacher = tried(teacher, images, size)
-    if student_weights:
-        student = _tuned_student(student_weights, size)
-    else:
-        classes = images.data.classes or ("a", "b")  # or the teacher's names
-        if teacher and teacher.role == "features" and images.labels == "none":
-            classes = ()
-        student = find_student(size, classes, ms, mb)
+    classes = images.data.classes or ("a", "b")  # or the teacher's names
+    if teacher and teacher.role == "features" and images.labels == "none":
+        classes = ()
+    student = choose_student(student_weights, teacher, size, classes, Budget(ms, mb))
     lines = [
         EDITOR_LINE,
         f"# Written by `kd init {folder}`: keys with the reason for each choice; lines"
@@ -83,14 +79,14 @@ def init(
     except OSError as error:
         wrong = f"'{file}' cannot be written ({error.strerror})"
         raise ConfigError("-o", wrong, "A new file", "Name another") from error
-    if not student_weights:
+    if "init" not in student[0]:
         log.info(
             "%s from random weights: expect much less (docs/tutorial.md). Better:"
-            " %s--student FILE",
+            " %s--student FILE (docs/weights.md, Where weights come from)",
             "the student starts" if teacher else "teacher and student start",
             "" if teacher else "--teacher FILE and ",
         )
-    limits = ["drop<=2"]
+    limits = ["drop<=3"]
     limits += [f"{key}<={limit:g}" for key, limit in (("ms", ms), ("mb", mb)) if limit]
     config = _yaml(str(file))
     run = f"runs/{file.stem}"
@@ -104,7 +100,7 @@ def init(
 
 
 def _require_weights(
-    images: ImageFolder, teacher: ChosenTeacher | None, student_weights: str
+    images: ImageFolder, teacher: ChosenTeacher | None, student_weights: Sequence[str]
 ) -> None:
     """Refuse choices that need pretrained weights of a teacher where it has none."""
     if images.labels == "none" and (teacher is None or teacher.role == "fit"):
@@ -308,20 +304,6 @@ def _teacher_lines(
         f" {views * count:,} images in all"
     )
     return ["teacher:", *_section_lines(keys, why), *warnings, cache]
-
-
-def _tuned_student(weights: str, size: int) -> tuple[Keys, str]:
-    """Return keys of a student with pretrained weights, and the reason."""
-    # `--accept` checks its size.
-    pretrained = pretrained_keys("--student", weights)
-    any_size = takes_any_size(pretrained.keys["model"])
-    keys = {**pretrained.keys, "init": "pretrained"}
-    if any_size:  # else a ViT, which is built for the data's size
-        keys |= input_keys(keys["model"], size)
-    keys["tuning"] = {"head_lr_scale": recommended.RATES[any_size][1]}
-    why = [pretrained.why or "named by --student"]
-    why += filter(None, [resampled_note(pretrained.side, size)])
-    return keys, "; ".join(why)
 
 
 def _losses_text(images: ImageFolder, teacher: ChosenTeacher | None) -> str:

@@ -1,17 +1,13 @@
-"""Choose local pretrained weights and a measured student for a first run."""
+"""Find pretrained weights for a first run, and choose its teacher."""
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from kd.core.errors import ModelError, first_sentence
 from kd.core.text import nfc
-from kd.models.live_teacher import count_parameters
-from kd.models.load_classifier import load, require_weights
+from kd.models.load_classifier import require_weights
 from kd.models.recognize import identify
 from kd.models.spec import Spec
 from kd.models.timm_folder import (
@@ -21,26 +17,12 @@ from kd.models.timm_folder import (
     input_keys,
 )
 from kd.parts import registry
-from kd.study.sweeps.costs import measure_costs
 
 WHERE = "--teacher"
 # largest MB of weights chosen by default without a GPU: a ViT-S has 88, a ViT-B 346
 LARGEST_MB = 120
-STUDENTS: dict[str, dict[str, Any]] = {
-    "xcit_nano_12_p8_224": {"embed_dim": 64, "depth": 6, "num_heads": 4},
-    "repvit_m0_9": {"embed_dim": [24, 48, 96, 192], "depth": [1, 1, 4, 1]},
-    "mobilenetv4_conv_small_050": {},
-    "lcnet_050": {},
-}
-"""Students from docs/guide.md, "How small may the student be?", most accurate first:
-one per kind and cost.
-"""
-# images of at least this side get patches of 16 px instead of 8, at a quarter of the
-# cost
-COARSE = 96
 # of files that a trainer writes
 WEIGHT_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".safetensors")
-SERVING_MS = 1.0  # milliseconds that kd-serve adds: decoding a small JPEG, and HTTP
 
 log = logging.getLogger("kd")
 
@@ -165,36 +147,3 @@ def resampled_note(side: int, used: int) -> str:
         f"its positions are resampled from {side} to {used} px; args: {{img_size:"
         f" {side}}} keeps them, with {(side / used) ** 2:.1f} times the pixels"
     )
-
-
-def find_student(
-    size: int, classes: Sequence[str], ms: float | None, mb: float | None
-) -> tuple[dict[str, Any], str]:
-    """Return keys of the first listed student within `ms` and `mb`, and the reason."""
-    misses = []
-    for name, args in STUDENTS.items():
-        if size >= COARSE:
-            name = name.replace("_p8_", "_p16_")
-        make = partial(load, Spec("student", name, args, classes, free_size=True), size)
-        with torch.device("meta"):
-            parameters = count_parameters(make())
-        student_mb = 4 * parameters / 1e6
-        why = f"{parameters / 1e6:.2f} M parameters, {student_mb:.1f} MB"
-        fits = mb is None or student_mb <= mb
-        if fits and ms is not None:
-            log.info("timing %s on images of %d px ...", name, size)
-            times = measure_costs({name: make}, {name: size})[name]
-            latency_ms = SERVING_MS + times.get("ms", float("inf"))
-            why += (
-                f", {latency_ms:.1f} ms here on one thread, {SERVING_MS:g} of them for"
-                " kd-serve"
-            )
-            fits = latency_ms <= (ms or latency_ms)
-        if fits:
-            keys: dict[str, Any] = {"model": name}
-            if args:
-                keys["args"] = args
-            return keys, f"{why}; see docs/guide.md, Many settings"
-        misses.append(f"{name}: {why}")
-    wrong = f"no student is within them: {'; '.join(misses)}"
-    raise ModelError("--latency, --mb", wrong, "", "Allow more")

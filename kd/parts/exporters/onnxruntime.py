@@ -102,8 +102,8 @@ class ONNX(Exporter):
         counts: Counter[str] = Counter()
         for array in model.graph.initializer:
             name = str(onnx.TensorProto.DataType.Name(array.data_type)).lower()
-            # indices are no weights
-            if len(array.dims) > 1 and name not in ("int64", "int32"):
+            # indices and masks of attention are no weights
+            if len(array.dims) > 1 and name not in ("int64", "int32", "bool"):
                 counts[TYPES.get(name) or name] += math.prod(array.dims)
         return counts
 

@@ -1,7 +1,9 @@
 """Adapt a transformers model to the data that a student learns: classes and size."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -11,7 +13,9 @@ from kd.models.checkpoints import read_weights
 from kd.models.fitting import match_state_dict
 from kd.models.load_classifier import without_meta_warnings
 from kd.models.spec import Spec
+from kd.models.timm_folder import folder_config
 from kd.parts.networks import _towers as towers
+from kd.parts.networks._processor import Preparation
 from kd.parts.networks._shared import refuse_classes
 
 CLASS_KEYS = ("num_labels", "id2label", "label2id")
@@ -50,6 +54,30 @@ def _require_images(spec: Spec, hub: Any, config: Any) -> None:
         wrong = f"'{spec.model}' is a {kind}, which has no features of images"
     allowed = f"One of: {', '.join(kinds)}"
     raise ModelError(f"{spec.config_path}.model", wrong, allowed, "Choose one of them")
+
+
+def require_pixels(spec: Spec, preparation: Preparation) -> None:
+    """Refuse a checkpoint of an export that takes pixels in another way.
+
+    Raises:
+        ModelError: mean, deviation or order of channels differ.
+    """
+    if not spec.checkpoint:
+        return
+    place = Path(spec.checkpoint).expanduser()
+    folder = place if place.is_dir() else place.parent
+    content = folder_config(folder, f"{spec.config_path}.checkpoint")
+    architecture = content.get("architecture")
+    if not isinstance(architecture, dict) or towers.EXPORTED not in architecture:
+        return
+    exported = towers.exported_preparation(content)
+    for name in ("mean", "std", "order"):
+        theirs, ours = getattr(exported, name), getattr(preparation, name)
+        if not np.allclose(theirs, ours, atol=1e-4):
+            wrong = f"its export has pixels of {name} {theirs}, the student {ours}"
+            remedy = f"Set {spec.config_path}.model={folder}, and leave checkpoint out"
+            path = f"{spec.config_path}.checkpoint"
+            raise ModelError(path, wrong, "The same for both", remedy)
 
 
 def load_weights(spec: Spec, model: nn.Module, config: Any) -> tuple[str, ...]:

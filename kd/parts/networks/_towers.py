@@ -19,7 +19,12 @@ from kd.core.types import Outputs
 from kd.models.checkpoints import require_no_adapter
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
-from kd.models.timm_folder import folder_config
+from kd.models.timm_folder import (
+    ARCHITECTURE,
+    WEIGHTS,
+    folder_config,
+    require_fetched,
+)
 from kd.parts.networks._processor import (
     IMAGENET,
     Preparation,
@@ -89,9 +94,13 @@ def read_config(spec: Spec, hub: Any) -> Any:
     _require_folder(spec)
     require_no_adapter(f"{spec.config_path}.model", Path(spec.model))
     exported = read_exported(spec)
+    named = names_architecture(spec, hub)
+    if not (named or Path(spec.model).is_dir()):  # transformers tries for 20 s
+        place = f"{spec.config_path}.model"
+        require_fetched(place, f"hf-hub:{spec.model}", (*WEIGHTS, *ARCHITECTURE))
     try:
         with quiet(hub):
-            if exported or names_architecture(spec, hub):
+            if exported or named:
                 config, unknown = _build_config(spec, hub, exported)
             else:
                 config, unknown = hub.AutoConfig.from_pretrained(
@@ -100,8 +109,6 @@ def read_config(spec: Spec, hub: Any) -> Any:
                     trust_remote_code=False,
                     **spec.args,
                 )
-    except ModelError:
-        raise
     # transformers raises many types, all caused by the folder
     except Exception as error:
         raise _loading_error(spec, error) from error
@@ -154,7 +161,7 @@ def names_architecture(spec: Spec, hub: Any) -> bool:
         wrong = f"'{spec.model}' is an architecture, which has no weights"
         remedy = "Name a folder or a hub id"
         if spec.config_path == "student":
-            remedy += f", or set {spec.config_path}.checkpoint to weights of it"
+            remedy += f", or set {spec.config_path}.checkpoint to its weights"
         raise ModelError(config_path, wrong, allowed, remedy)
     if is_student:
         allowed += ", or an architecture of transformers, such as vit"
@@ -163,7 +170,7 @@ def names_architecture(spec: Spec, hub: Any) -> bool:
 
 
 def read_exported(spec: Spec) -> dict[str, Any]:
-    """Return config.json of an export of kd; {} if `model` is none.
+    """Return config.json of an export of kd; {} for another `model`.
 
     Raises:
         ModelError: it is an export of another kind.
@@ -193,7 +200,9 @@ def _build_config(
     if names := exported.get("label_names"):
         config.num_labels = len(names)
         config.id2label = dict(enumerate(names))
-        model_class = hub.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[config_class]
+        mapped = hub.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[config_class]
+        # DeiT and LeViT have two; `from_config`, which built it, takes the first
+        model_class = mapped[0] if isinstance(mapped, tuple) else mapped
         config.architectures = [model_class.__name__]
     return config, unknown
 
@@ -216,7 +225,7 @@ def preprocessing(
     """
     preparation = IMAGENET
     if exported := read_exported(spec):
-        preparation = _exported_preparation(exported)
+        preparation = exported_preparation(exported)
     elif not spec.free_size or has_processor(spec.model):
         with quiet(hub):
             preparation = measure_processor(spec, read_processor(spec, hub))
@@ -233,7 +242,7 @@ def preprocessing(
     return arguments, preparation
 
 
-def _exported_preparation(exported: dict[str, Any]) -> Preparation:
+def exported_preparation(exported: dict[str, Any]) -> Preparation:
     """Return how an export prepares pixels."""
     pixels = exported["pretrained_cfg"]
     return Preparation(

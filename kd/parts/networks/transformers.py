@@ -81,6 +81,7 @@ def build(
     else:
         model = towers.load_model(spec, hub, "AutoModel", config)
     if is_student and spec.pretrained:
+        students.require_pixels(spec, preparation)
         notes = students.load_weights(spec, model, stored)
     patch = getattr(vision, "patch_size", 0)
     if not isinstance(patch, int):
@@ -94,6 +95,9 @@ def build(
         **arguments,
     )
     network.preprocessing = preparation.preprocessing
+    side = network.input_size
+    if is_student and side != image_size:
+        notes += (f"'{spec.model}' runs at its {side} px on images of {image_size} px",)
     network.notes = notes
     return network
 

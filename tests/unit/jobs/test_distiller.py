@@ -296,6 +296,14 @@ def test_losses_are_checked_before_the_first_batch(losses: Any, text: str):
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_label_sets_need_no_labels_if_no_loss_reads_them():
+    loss = kd.Distiller(TEACHER, "binary_kl")(IMAGES, STUDENT(IMAGES))
+    teacher = TEACHER(IMAGES).sigmoid()
+    expected = F.binary_cross_entropy_with_logits(STUDENT(IMAGES), teacher)
+    entropy = F.binary_cross_entropy(teacher, teacher)
+    torch.testing.assert_close(loss, 3 * (expected - entropy))  # summed over classes
+
+
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_weights_are_finite_numbers(value: float):
     distiller = kd.Distiller(TEACHER)

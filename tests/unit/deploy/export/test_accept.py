@@ -159,6 +159,9 @@ def test_a_graph_is_compared_with_the_recorded_teacher(subject, tmp_path):
     base = subject(provenance={**base.provenance, "metrics": metrics})
     written = write(base, tmp_path / "export", ExportOptions(accept="teacher-drop<=6"))
     assert written.manifest["accepted"]["found"] == {"teacher-drop": pytest.approx(5.0)}
+    assert "below its teacher" not in "\n".join(written.lines)
+    written = write(base, tmp_path / "export", ExportOptions(accept="drop<=1"))
+    assert "the student itself is 5.0 points below" in "\n".join(written.lines)
 
 
 @pytest.mark.slow

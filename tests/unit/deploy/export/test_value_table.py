@@ -95,6 +95,8 @@ def test_what_spreadsheets_write_is_read(read, data):
             "text, because of '9007199254740993', which has more than 15 digits",
         ),
         (("52", "n/a", ""), ["52", "n/a", None], "text, because of 'n/a'"),
+        (('"1,3"', '"1,7"', "g"), ["1,3", "1,7", "g"], "(text)"),  # allergens
+        (("+5", "1", "2"), ["+5", "1", "2"], "(text, because of '+5')"),
         (("true", "<b>", '"a, b"'), ["true", "<b>", "a, b"], "(text)"),
     ],
 )
