@@ -110,8 +110,6 @@ def _finite(network: Examined) -> Fault | None:
 
 
 def _depends_on_one_image_alone(network: Examined) -> Fault | None:
-    if not network.has_values:  # nothing to compare; a forward takes a second
-        return None
     limit = network.limit
     if max(network.change(MIXED), network.change(ALONE)) <= limit:
         return None
@@ -167,8 +165,6 @@ def _depends_on_one_image_alone(network: Examined) -> Fault | None:
 
 
 def _logits(network: Examined) -> Fault | None:
-    if not network.has_values:
-        return None
     for training in (False, True) if network.micro_batch else (False,):
         network.model.train(training)
         try:

@@ -66,11 +66,6 @@ class Examined:
         return self.outputs()
 
     @cached_property
-    def has_values(self) -> bool:
-        """Return whether outputs have values; on the meta device they have shapes."""
-        return not all(output.is_meta for output in self.together.values())
-
-    @cached_property
     def limit(self) -> float:
         """Return the largest change of an output that rounding explains."""
         if getattr(self.model, "runtime", "torch") != "torch":
