@@ -135,12 +135,11 @@ def read_config(spec: Spec, hub: Any) -> Any:
 
 def _require_folder(spec: Spec) -> None:
     """Refuse a path where nothing is; a hub id is owner/name."""
-    path = Path(spec.model).expanduser()
     is_path = spec.model.startswith((".", "~", "/")) or spec.model.count("/") > 1
-    if is_path and not path.is_dir():
+    if is_path and not Path(spec.model).is_dir():
         wrong = f"there is no folder '{spec.model}'"
         allowed = "A folder that save_pretrained or kd-export wrote, or a hub id"
-        raise ModelError(f"{spec.config_path}.model", wrong, allowed, "Check the path")
+        raise ModelError(f"{spec.config_path}.model", wrong, allowed, "Write the whole path")
 
 
 def names_architecture(spec: Spec, hub: Any) -> bool:
