@@ -139,7 +139,7 @@ def _require_folder(spec: Spec) -> None:
     if is_path and not Path(spec.model).is_dir():
         wrong = f"there is no folder '{spec.model}'"
         allowed = "A folder that save_pretrained or kd-export wrote, or a hub id"
-        raise ModelError(f"{spec.config_path}.model", wrong, allowed, "Write the whole path")
+        raise ModelError(f"{spec.config_path}.model", wrong, allowed, "Check the path")
 
 
 def names_architecture(spec: Spec, hub: Any) -> bool:
